@@ -1,1 +1,1 @@
-"""Runs whose processes die: which microbatches a window holds, and what is wrong with a replica."""
+"""Fault tolerance: which microbatches a window holds, and which replicas are faulty."""

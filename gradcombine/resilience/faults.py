@@ -1,8 +1,8 @@
 # pyright: standard
-"""Detection of faults of a replica, equal on all replicas, and their handling.
+"""Detects faulty replicas, with the same result on all replicas, and handles them.
 
-Replicas that do not agree wait for one another for ever. So each says in a few integers how it is, all get what all
-said, and whatever is decided is decided from that.
+Replicas that take different decisions deadlock in the next collective. So each replica reports its status in a few
+integers, which all replicas gather, and decisions depend on the gathered reports only.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State
 __all__ = ["drop", "find", "require_none"]
 
 KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
-"""The columns of a table of faults."""
+"""Columns of the table of faults."""
 
-_TOLD = {
+_DESCRIPTIONS = {
     "structure": "a tree of another structure, shapes or dtypes",
     "nan": "NaN",
     "infinity": "an infinity",
     "stale": "a window that is behind the others'",
-    "doubled": "a microbatch that another replica, or itself, has counted already",
-    "differs": "a copy unlike that of most replicas",
+    "doubled": "a microbatch that it or another replica has already counted",
+    "differs": "a copy that differs from those of most replicas",
 }
 
 
 class Faults(NamedTuple):
-    """Faults that were detected; equal on all replicas but for ``own``.
+    """Detected faults, equal on all replicas except for ``own``.
 
     Attributes:
-      table: int32 of shape (replicas, 6), by rank and `KINDS`: 0 where there is no such fault; else 1, and of NaN and
-        infinities 1 + the number of the first leaf that holds one.
-      found: whether there is any; a boolean scalar.
-      own: whether this replica has one; a boolean scalar.
-      index, step: int32 scalars, the position of the window that is furthest; 0 without one.
+      table: int32 of shape (replicas, 6), by rank and `KINDS`: 0 for no fault; else 1, and for NaN and infinity 1 + the
+        index of the first leaf that holds one.
+      found: boolean scalar: whether any replica has a fault.
+      own: boolean scalar: whether this replica has a fault.
+      index, step: int32 scalars: position of the most advanced window; 0 without ``window``.
     """
 
     table: Array
@@ -72,36 +72,34 @@ class Faults(NamedTuple):
 
 @operation("faults.find")
 def find(over: Collective, values: Tree = None, *, window: AccumulateState | None = None, twins: Tree = None) -> Faults:
-    """Looks for faults on all replicas, in two exchanges of a few integers.
+    """Detects faults on all replicas, in two exchanges of a few integers.
 
     Args:
       over: the collective, always explicit: `LOCAL`, `jax_axis` or `tf_replicas`.
-      values: this replica's own arrays that have to be finite, for instance its gradients, or the value of its window.
-        Integers are.
-      window: this replica's state of `gradcombine.accumulate`, which has to be as far as those of the others; with a
-        `gradcombine.reductions.numbered` reduction no microbatch in it may be in another's. That takes one exchange
-        more, of the ledger.
-      twins: arrays that have to be the same on all replicas, to the bit, for instance parameters: a copy that differs
-        from those of more than half of the replicas has silently become another.
+      values: arrays of this replica that have to be finite, for instance its gradients or the value of its window.
+      window: this replica's state of `gradcombine.accumulate`, whose position has to be that of the other replicas.
+        With a `gradcombine.reductions.numbered` reduction, windows must not share a microbatch; this takes a further
+        exchange, of the ledger.
+      twins: arrays that have to be bitwise identical on all replicas, for instance parameters. Detects silent data
+        corruption: a copy that differs from those of more than half of the replicas.
 
     Returns:
-      The same on all replicas but for ``own``: ``table``, int32 of shape (replicas, 6), by rank and fault (another
-      structure than more than half of the replicas, NaN, an infinity, a window that is behind, a microbatch that was
-      counted already, a copy unlike that of most replicas): 0 where there is no such fault, else 1, and of NaN and
-      infinities 1 + the number of the first leaf that holds one; ``found`` and ``own``, boolean scalars, whether any
-      replica or this one has a fault; ``index`` and ``step``, int32, the position of the window that is furthest, 0
-      without one. Arrays are not exchanged, so nothing waits for ever.
+      The same on all replicas except for ``own``: ``table``, int32 of shape (replicas, 6), by rank and fault (another
+      structure than more than half of the replicas, NaN, infinity, a window that is behind, a microbatch that was
+      already counted, a copy that differs from those of most replicas): 0 for no fault, else 1, and for NaN and
+      infinity 1 + the index of the first leaf that holds one; ``found`` and ``own``, boolean scalars, whether any
+      replica or this one has a fault; ``index`` and ``step``, int32, the position of the most advanced window, or 0.
+      Leaves are not exchanged, so trees of different structures cannot cause a deadlock.
 
     Raises:
-      GradCombineError: for an axis that is not bound, a ``window`` that is none, and leaves that are no arrays.
+      GradCombineError: for an unbound axis, a ``window`` that is not a state, and leaves that are not arrays.
 
-    Of two replicas whose copies or structures differ nobody can say which is right: both have the fault. Copies are
-    compared by their `gradcombine.digest`: an element that has changed is always seen, elements that have changed
-    places are not.
+    If exactly two replicas differ in a copy or structure, both have the fault, as there is no majority. Copies are
+    compared by `gradcombine.digest`, which always detects a changed element, but not swapped elements.
 
     >>> import numpy as np, gradcombine as gc
-    >>> found = gc.faults.find(gc.LOCAL, {"w": np.float32([1, np.nan])})
-    >>> bool(found.found), found.table.tolist()
+    >>> faults = gc.faults.find(gc.LOCAL, {"w": np.float32([1, np.nan])})
+    >>> bool(faults.found), faults.table.tolist()
     (True, [[0, 1, 0, 0, 0, 0]])
     """
     check(over=over)
@@ -118,38 +116,37 @@ def find(over: Collective, values: Tree = None, *, window: AccumulateState | Non
     nan, infinity = _not_finite(backend, parts[0][1])
     index, step = (scalar(0), scalar(0)) if window is None else map(backend.asarray, (window.index, window.step))
     copies = _combined(backend, digest(twins)) if twins is not None else [scalar(0), scalar(0)]
-    structure = scalar(_structure(parts))
+    structure = scalar(_checksum(parts))
     position = [backend.cast(x, dtypes.INT32) for x in (index, step)]
-    said = backend.stack([structure, *position, *copies])
-    (heard,) = over.all_gather([said])
+    report = backend.stack([structure, *position, *copies])
+    (reports,) = over.all_gather([report])
 
     def equal(columns: Sequence[int]) -> Array:
-        return reduce(lambda a, b: a & b, (heard[:, i] == said[i] for i in columns))
+        return reduce(lambda a, b: a & b, (reports[:, i] == report[i] for i in columns))
 
-    def alone(columns: Sequence[int]) -> Array:
+    def in_minority(columns: Sequence[int]) -> Array:
         return (_count(backend, equal(columns)) * 2 <= size) & (_count(backend, equal(columns)) < size)
 
-    ahead = (heard[:, 1] > said[1]) | ((heard[:, 1] == said[1]) & (heard[:, 2] > said[2]))
+    ahead = (reports[:, 1] > report[1]) | ((reports[:, 1] == report[1]) & (reports[:, 2] > report[2]))
     stale = _count(backend, ahead) > 0
-    verdicts = [alone([0]), nan, infinity, stale, _doubled(backend, over, window), alone([3, 4])]
+    verdicts = [in_minority([0]), nan, infinity, stale, _doubled(backend, over, window), in_minority([3, 4])]
     own = backend.stack([backend.cast(backend.asarray(x), dtypes.INT32) for x in verdicts])
     (table,) = over.all_gather([own])
-    latest = _largest(backend, heard[:, 1])
-    furthest = backend.where(heard[:, 1] == latest, heard[:, 2], heard[:, 2] * 0 - 1)
-    return Faults(table, backend.total(table) > 0, backend.total(own) > 0, latest, _largest(backend, furthest))
+    latest = _largest(backend, reports[:, 1])
+    steps = backend.where(reports[:, 1] == latest, reports[:, 2], reports[:, 2] * 0 - 1)
+    return Faults(table, backend.total(table) > 0, backend.total(own) > 0, latest, _largest(backend, steps))
 
 
 @operation("faults")
 def require_none(faults: Faults, values: Tree = None) -> None:
-    """The policy "raise": refuses faults, outside of compiled code; all replicas that ask raise the same.
+    """The policy "raise": raises the same error on all replicas if any of them has a fault. Not for compiled code.
 
     Args:
       faults: from `find`.
-      values: as there, to name leaves.
+      values: as passed to `find`, to name leaves.
 
     Raises:
-      GradCombineError: names each replica that has a fault, and all its faults; and for what `find` has not made, or
-        made of traced values.
+      GradCombineError: lists the faults of each faulty replica; also if ``faults`` is traced, or not from `find`.
 
     >>> import numpy as np, gradcombine as gc
     >>> grads = {"w": np.float32([1, np.inf])}
@@ -163,12 +160,12 @@ def require_none(faults: Faults, values: Tree = None) -> None:
     table = require_given("a table whose values are known", table, "a traced one")
     paths = list(tree.flatten(values)[1].paths()) if values is not None else []
 
-    def told(kind: str, code: int) -> str:
-        named = kind in ("nan", "infinity") and 0 < code <= len(paths)
-        return _TOLD[kind] + (f" in {paths[code - 1] or 'the array'}" if named else "")
+    def description(kind: str, code: int) -> str:
+        has_leaf = kind in ("nan", "infinity") and 0 < code <= len(paths)
+        return _DESCRIPTIONS[kind] + (f" in {paths[code - 1] or 'the array'}" if has_leaf else "")
 
     lines = [
-        f"replica {rank}: " + ", ".join(told(kind, code) for kind, code in zip(KINDS, row, strict=True) if code)
+        f"replica {rank}: " + ", ".join(description(kind, code) for kind, code in zip(KINDS, row, strict=True) if code)
         for rank, row in enumerate(table.tolist())
         if any(row)
     ]
@@ -178,24 +175,23 @@ def require_none(faults: Faults, values: Tree = None) -> None:
 
 @operation("faults.drop")
 def drop(reduction: Reduction, state: State, faults: Faults) -> State:
-    """The policy "drop the replica": what a replica with a fault holds counts nothing, that of the others as ever.
+    """The policy "drop the replica": discards the contributions of faulty replicas.
 
-    The other one, "skip everywhere", is ``left_out=faults.found`` of a `gradcombine.places.window.Window`, or a weight
-    of 0.
+    For the policy "skip everywhere", pass ``left_out=faults.found`` to `gradcombine.places.window.Window`, or weight 0.
 
     Args:
-      reduction: the one that made the state.
-      state: of this replica: a window of `gradcombine.accumulate`, or a state of the reduction; before it is merged.
+      reduction: that created the state.
+      state: of this replica, before merging: a window of `gradcombine.accumulate` or a state of the reduction.
       faults: from `find`.
 
     Returns:
-      The state, empty where this replica has a fault; the position of a window is then that of the furthest one. Where
-      all have faults, all are empty: then there is nothing to apply.
+      The state, emptied if this replica has a fault; an emptied window has the position of the most advanced one. If
+      all replicas are faulty, all states are empty, and there is nothing to apply.
 
     Raises:
-      GradCombineError: for what is no such state, and for what `find` has not made.
+      GradCombineError: for a state of another reduction, and for ``faults`` that are not from `find`.
 
-    Bits: of a replica without faults those of its state.
+    Bits: the state of a replica without faults is unchanged.
 
     >>> import numpy as np, gradcombine as gc
     >>> total = gc.reductions.sum()
@@ -216,7 +212,7 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
 
 
 def _require_faults(faults: Faults) -> Backend:
-    """Refuses what `find` has not made; of what it has, the backend."""
+    """The backend of ``faults``; raises unless its fields are as `find` returns them."""
     require_type("Faults, as find returns them", faults, Faults)
     if not is_array_of(faults.table, dtypes.INT32) or shape_of(faults.table)[1:] != (len(KINDS),):
         raise invalid(f"int32 of shape (replicas, {len(KINDS)})", in_words(faults.table), ".table")
@@ -228,34 +224,33 @@ def _require_faults(faults: Faults) -> Backend:
 
 
 def _not_finite(backend: Backend, leaves: Sequence[Leaf]) -> tuple[Array, Array]:
-    """1 + the number of the first leaf with a NaN, and that of the first with an infinity; 0 for none."""
-    numbers, nans, infinities = list[int](), list[Array](), list[Array]()
+    """1 + the index of the first leaf with NaN, and 1 + that of the first leaf with infinity; 0 for none."""
+    codes, nans, infinities = list[int](), list[Array](), list[Array]()
     for i, leaf in enumerate(leaves):
         if is_absent(leaf) or dtypes.kind(dtype_of(leaf)) not in ("float", "complex"):
             continue
         array = backend.asarray(leaf)
         x = backend.cast(array, dtypes.working(backend.dtype(array)))
-        # x - x is 0 for every finite x, and NaN for NaN and the infinities.
-        rest = backend.add(x, -x)
-        numbers.append(i + 1)
+        # x - x is 0 for finite x, and NaN for NaN and infinity.
+        difference = backend.add(x, -x)
+        codes.append(i + 1)
         nans.append(_count(backend, x != x))
-        infinities.append(_count(backend, (rest != rest) & (x == x)))
+        infinities.append(_count(backend, (difference != difference) & (x == x)))
     zero = backend.full((), 0, dtypes.INT32)
-    if not numbers:
+    if not codes:
         return zero, zero
 
     def first(counts: Sequence[Array]) -> Array:
-        # Before the first leaf that has one, the running total is 0.
+        # The cumulative sum is 0 for the leaves before the first positive count.
         flags = backend.cast(backend.stack(counts) > 0, dtypes.INT32)
-        before = backend.total(backend.cast(backend.cumsum(flags) == 0, dtypes.INT32))
-        places = backend.asarray(np.asarray([*numbers, 0], np.int32))
-        return backend.slice_at(places, before)
+        position = backend.total(backend.cast(backend.cumsum(flags) == 0, dtypes.INT32))
+        return backend.slice_at(backend.asarray(np.asarray([*codes, 0], np.int32)), position)
 
     return first(nans), first(infinities)
 
 
 def _count(backend: Backend, flags: Array) -> Array:
-    """How many are true, at least as far as being any: in float32, which does not overflow."""
+    """Counts true elements in float32: may round, but never overflows to 0."""
     return backend.total(backend.cast(flags, dtypes.FLOAT32))
 
 
@@ -264,8 +259,8 @@ def _largest(backend: Backend, vector: Array) -> Array:
     return backend.slice_at(vector, order[-1])
 
 
-def _structure(parts: Sequence[tuple[str, Sequence[Leaf], tree.Structure]]) -> int:
-    """A checksum of containers, paths, shapes and dtypes, of 31 bits."""
+def _checksum(parts: Sequence[tuple[str, Sequence[Leaf], tree.Structure]]) -> int:
+    """A 31-bit checksum of containers, paths, shapes and dtypes."""
     lines = [
         f"{name}{path} {'none' if is_absent(leaf) else f'{dtype_of(leaf)}{shape_of(leaf)}'}"
         for name, leaves, structure in parts
@@ -283,22 +278,22 @@ def _containers(structure: tree.Structure, path: str) -> Iterator[str]:
 
 
 def _combined(backend: Backend, digests: Array) -> list[Array]:
-    """One digest of those of all leaves: a change of one leaf's always changes it, as its factor is odd."""
+    """Combines the digests of all leaves; a change of a single digest changes the result, as factors are odd."""
     words = backend.bitcast(backend.asarray(digests), dtypes.INT32)
     factors = backend.asarray(np.arange(1, 2 * words.shape[0], 2, dtype=np.int32))
     return [backend.total(backend.product(words[:, i], factors)) for i in range(2)]
 
 
 def _doubled(backend: Backend, over: Collective, window: AccumulateState | None) -> Array:
-    """Whether this replica has counted a microbatch that has been counted before, by itself or by another."""
-    twice = backend.full((), 0, dtypes.INT32)
+    """Whether this replica holds a microbatch that was counted more than once, by itself or another replica."""
+    doubled = backend.full((), 0, dtypes.INT32)
     for node, filled in [] if window is None else ledgers_in(window.levels):
         counter = None if filled is None else BinaryCounter(node.counts, filled)
         own = backend.asarray(node.counts if counter is None else binary_counter.total(_COUNTS, counter))
-        (everywhere,) = over.all_sum([own])
-        twice = twice + backend.cast(_count(backend, (own > 0) & (everywhere > 1)) > 0, dtypes.INT32)
-    return twice > 0
+        (total,) = over.all_sum([own])
+        doubled = doubled + backend.cast(_count(backend, (own > 0) & (total > 1)) > 0, dtypes.INT32)
+    return doubled > 0
 
 
 _COUNTS: Any = SimpleNamespace(name="faults.find", merge=lambda a, b: a + b, clear=lambda a: a * 0)
-"""Stands for the reduction of a counter of ledgers alone."""
+"""Stands in for a reduction, to sum the levels of a binary counter of ledgers."""

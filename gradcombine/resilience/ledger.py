@@ -1,5 +1,5 @@
 # pyright: standard
-"""The microbatches that a window holds; how those of lost replicas are dealt again and come together."""
+"""Ledgers of the microbatches that windows hold, and how the work of lost replicas is reassigned and merged."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, Stat
 __all__ = ["deal", "merge_held", "read", "require_once"]
 
 Assignment = Sequence[Sequence[int]]
-"""For each replica that runs, by rank, the logical replicas of which it holds the windows, from 0."""
+"""For each running replica, by rank, the indices of the logical replicas whose windows it holds."""
 
 
 class Ledger(NamedTuple):
-    """The microbatches that states hold, by their numbers, in ascending order.
+    """The numbers of the microbatches that states hold, in ascending order.
 
     Attributes:
-      held: those counted, once or more often.
-      missing: those not counted.
-      doubled: those counted more than once.
+      held: counted at least once.
+      missing: not counted.
+      doubled: counted more than once.
     """
 
     held: tuple[int, ...]
@@ -51,26 +51,25 @@ class Ledger(NamedTuple):
     doubled: tuple[int, ...]
 
     def __str__(self) -> str:
-        said = [("holds", self.held), ("misses", self.missing), ("doubles", self.doubled)]
-        return "; ".join(f"{verb} {ranges(numbers)}" for verb, numbers in said if numbers or verb == "holds")
+        parts = [("holds", self.held), ("misses", self.missing), ("doubles", self.doubled)]
+        return "; ".join(f"{verb} {ranges(numbers)}" for verb, numbers in parts if numbers or verb == "holds")
 
 
 @operation("ledger.read")
 def read(*states: State) -> Ledger:
-    """The ledger of states of a `gradcombine.reductions.numbered` reduction, all taken together.
+    """Reads the combined ledger of states of a `gradcombine.reductions.numbered` reduction. Not for compiled code.
 
     Args:
-      states: windows of `gradcombine.accumulate`, states of the reduction, or whatever holds them (the state of an
-        optimizer or of a step); of one window of training. Outside of compiled code. States stacked over replicas count
-        as those of all.
+      states: of one training window: states of `gradcombine.accumulate` or of the reduction, or trees that contain
+        them, such as the state of an optimizer or a step. A state may be stacked over replicas.
 
     Returns:
-      The numbers of microbatches, in ascending order: ``held``, counted once or more often; ``missing``, not counted;
-      ``doubled``, counted more than once. Prints as text.
+      The numbers of microbatches, in ascending order: ``held`` (counted at least once), ``missing`` (not counted) and
+      ``doubled`` (counted more than once). Prints as text.
 
     Raises:
-      GradCombineError: where there is no ledger, for ledgers of several lengths, and for values that are traced or
-        partly in other processes.
+      GradCombineError: for states without a ledger, ledgers of different lengths, and values that are traced or partly
+        in other processes.
 
     >>> import numpy as np, gradcombine as gc
     >>> mean = gc.reductions.numbered(gc.reductions.mean(), 4)
@@ -79,27 +78,27 @@ def read(*states: State) -> Ledger:
     >>> print(gc.ledger.read(one, other, other))
     holds 0-1; misses 2-3; doubles 1
     """
-    found = [_counts(node, filled) for state in states for node, filled in ledgers_in(state)]
-    if not found:
+    ledgers = [_counts(node, filled) for state in states for node, filled in ledgers_in(state)]
+    if not ledgers:
         received = ", ".join(type(state).__name__ for state in states) or "nothing"
         raise invalid("a state of reductions.numbered(...)", received)
-    lengths = sorted({counts.shape[-1] for counts in found})
+    lengths = sorted({counts.shape[-1] for counts in ledgers})
     if len(lengths) > 1:
         raise invalid("ledgers of one length", f"lengths {lengths}")
-    counts = np.sum([x.reshape(-1, lengths[0]).sum(0) for x in found], axis=0)
+    counts = np.sum([x.reshape(-1, lengths[0]).sum(0) for x in ledgers], axis=0)
     held, missing, doubled = (np.flatnonzero(x) for x in (counts > 0, counts == 0, counts > 1))
     return Ledger(tuple(held.tolist()), tuple(missing.tolist()), tuple(doubled.tolist()))
 
 
 @operation("ledger.require_once")
 def require_once(*states: State) -> None:
-    """Refuses states that do not hold each microbatch of their window exactly once.
+    """Raises unless the states hold each microbatch of their window exactly once.
 
     Args:
-      states: as for `read`: those of all replicas, or one that was merged of them.
+      states: as for `read`: the states of all replicas, or their merged state.
 
     Raises:
-      GradCombineError: names the microbatches that are missing, and those that were counted twice; and as `read`.
+      GradCombineError: names the microbatches that are missing or were counted more than once; also as for `read`.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.ledger.require_once(gc.reductions.numbered(gc.reductions.sum(), 3).init(np.float32(0)))
@@ -116,20 +115,20 @@ def require_once(*states: State) -> None:
 
 @operation("ledger.deal")
 def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) -> list[list[int]]:
-    """Deals what is left to do to replicas: microbatches, or the logical replicas of others that are gone.
+    """Distributes remaining microbatches, or the logical replicas of lost processes, over the replicas.
 
     Args:
-      numbers: what is to be dealt, each once.
-      replicas: how many there are now.
-      held: what each has already. Those with the least get more, so that in the end no two differ by more than one, as
-        far as that can be. None: nobody has anything.
+      numbers: unique numbers of the microbatches or logical replicas.
+      replicas: the number of running replicas.
+      held: the numbers that each replica already has. Replicas with fewer numbers get more, to balance the totals to
+        within one where possible. None: no replica has any.
 
     Returns:
-      For each replica its numbers, in ascending order. Neighbours stay together: a replica that gets several in a row,
-      with nothing held, keeps the bits of order ``"tree"`` for blocks of a power of two.
+      For each replica its numbers, in ascending order. Each gets a contiguous block of the sorted numbers; blocks of a
+      power of two keep the bits of order ``"tree"`` if nothing is held.
 
     Raises:
-      GradCombineError: for a number that is negative, doubled, or held already.
+      GradCombineError: for numbers that are negative, duplicated, or already held.
 
     >>> from gradcombine import ledger
     >>> ledger.deal(range(7), 3)
@@ -141,17 +140,17 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     holders: list[list[int]] = [[]] * count if held is None else _numbers("what each replica holds", held)
     require_equal("what each of {} replicas holds", count, len(holders))
     (wanted,) = _numbers("numbers to deal", [numbers])
-    times = Counter([*wanted, *chain.from_iterable(holders)])
-    if twice := [number for number, several in times.items() if several > 1]:
-        raise invalid("each number once", f"several of {ranges(twice)}")
+    counts = Counter([*wanted, *chain.from_iterable(holders)])
+    if duplicates := [number for number, count in counts.items() if count > 1]:
+        raise invalid("each number once", f"several of {ranges(duplicates)}")
     shares, loads = [0] * count, [(len(part), rank) for rank, part in enumerate(holders)]
     heapify(loads)
     for _ in wanted:
         load, rank = loads[0]
         heapreplace(loads, (load + 1, rank))
         shares[rank] += 1
-    rest = iter(sorted(wanted))
-    return [list(islice(rest, share)) for share in shares]
+    remaining = iter(sorted(wanted))
+    return [list(islice(remaining, share)) for share in shares]
 
 
 @operation("ledger.merge_held")
@@ -162,29 +161,28 @@ def merge_held(
     over: Collective,
     order: Order = "sequential",
 ) -> State:
-    """`gradcombine.merge_replicas`, where a replica may hold the windows of several logical ones.
+    """`gradcombine.merge_replicas` for replicas that hold the windows of several logical replicas.
 
-    A window of training keeps its logical replicas until its end, whichever run is left: each has a state of its own,
-    held by one of the replicas that run. So the update has the bits of the run in which nothing happened.
+    The number of logical replicas stays the same throughout a training window, even if processes are lost: each logical
+    replica has its own state, held by one of the running replicas. So the update has the bits of an undisturbed run.
 
     Args:
-      reduction: the one that made the states.
-      held: of this replica, the states of the logical replicas that it holds, in the order of its part of the
-        assignment; of the reduction or of `gradcombine.accumulate`. One or more: a replica that holds nothing gives an
-        empty state. A program that runs on all replicas gives as many as any of them holds, empty ones last.
-      assignment: for each replica that runs, by rank, its logical replicas; the same on all. Known while tracing.
+      reduction: that created the states.
+      held: states of the logical replicas that this replica holds, in the order of its list in ``assignment``; states
+        of the reduction or of `gradcombine.accumulate`. At least one: pass an empty state if it holds none. A program
+        that runs on all replicas passes as many as any replica holds, padded with empty states.
+      assignment: for each running replica, by rank, its logical replicas; equal on all replicas and static under jit.
       over, order: as for `gradcombine.merge_replicas`.
 
     Returns:
-      The merged state, of the same kind, the same on every replica.
+      The merged state, of the type of the states, equal on all replicas.
 
     Raises:
-      GradCombineError: for an assignment of another number of replicas, or in which a logical replica is missing or
-        doubled; for more or fewer states than that; and as `gradcombine.merge_replicas`.
+      GradCombineError: for an assignment for another number of replicas, or with missing or duplicate logical replicas;
+        for more states than assigned; and as for `gradcombine.merge_replicas`.
 
-    Bits: order ``"tree"``: those of `gradcombine.merge_replicas` in that order over the logical replicas, one state
-    each: all states are gathered, which takes their memory on every replica. Order ``"sequential"``: each replica
-    merges its own states first.
+    Bits: order ``"tree"``: those of `gradcombine.merge_replicas` over the logical replicas in that order. Every replica
+    gathers all states, which takes memory. Order ``"sequential"``: each replica merges its states first.
 
     >>> import numpy as np, gradcombine as gc
     >>> total = gc.reductions.sum()
@@ -195,23 +193,23 @@ def merge_held(
     """
     check(reduction=reduction, order=order, over=over)
     assignment = _numbers("an assignment, a list for each replica", assignment)
-    places = _places(assignment, over.size())
+    locations = _locations(assignment, over.size())
     states = require_list("a list of states, one per logical replica", held)
     slots = max(1, *map(len, assignment))
     if len(states) > slots:
-        raise invalid(f"{slots} states or fewer, as assigned", len(states))
+        raise invalid(f"at most {slots} states, as assigned", len(states))
     windows = [whole_window(reduction, x) if isinstance(x, AccumulateState) else x for x in states]
     windows += [reduction.clear(windows[0])] * (slots - len(windows))
     if order == "tree":
-        merged = _in_logical_order(reduction, windows, places, over)
+        merged = _merge_in_logical_order(reduction, windows, locations, over)
     else:
         merged = reduction.all_merge(fold_pairwise(reduction.merge, windows), over, order)
     first = states[0]
     return replace_window(reduction, first, merged) if isinstance(first, AccumulateState) else merged
 
 
-def _in_logical_order(
-    reduction: Reduction, windows: Sequence[State], places: Sequence[tuple[int, int]], over: Collective
+def _merge_in_logical_order(
+    reduction: Reduction, windows: Sequence[State], locations: Sequence[tuple[int, int]], over: Collective
 ) -> State:
     columns, structures = zip(*(tree.flatten(window) for window in windows), strict=True)
     for column, structure in zip(columns, structures, strict=True):
@@ -231,16 +229,16 @@ def _in_logical_order(
             leaves[i] = stack[slot]
         return tree.unflatten(structures[0], leaves)
 
-    return fold_pairwise(reduction.merge, [state(*place) for place in places])
+    return fold_pairwise(reduction.merge, [state(*location) for location in locations])
 
 
 def _numbers(expected: str, parts: Iterable[Iterable[int]]) -> list[list[int]]:
-    """The numbers from 0 of several lists."""
+    """Checks that ``parts`` are iterables of non-negative integers; returns them as lists."""
     listed = [require_items(expected, part) for part in require_items(expected, parts)]
     return [[require_integer("numbers from 0", number, lowest=0) for number in part] for part in listed]
 
 
-def _places(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
+def _locations(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
     """Rank and slot of each logical replica."""
     require_equal("an assignment of {} replicas", size, len(parts))
     numbers = [number for part in parts for number in part]
@@ -251,20 +249,20 @@ def _places(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
 
 
 def ledgers_in(state: State) -> list[tuple[NumberedState, Array | None]]:
-    """Every ledger inside of a state, with the counter's contents where it has levels."""
-    found: list[tuple[NumberedState, Array | None]] = []
+    """All ledgers in a state; inside a `BinaryCounter`, with its ``filled``, which tells the occupied levels."""
+    ledgers: list[tuple[NumberedState, Array | None]] = []
 
-    def note(node: Tree, filled: Array | None) -> bool:
+    def collect(node: Tree, filled: Array | None) -> bool:
         if isinstance(node, BinaryCounter):
-            tree.flatten(node.stacked, lambda inner: note(inner, node.filled))
+            tree.flatten(node.stacked, lambda inner: collect(inner, node.filled))
             return True
         if isinstance(node, NumberedState):
-            found.append((node, filled))
+            ledgers.append((node, filled))
             return True
         return False
 
-    tree.flatten(state, lambda node: note(node, None))
-    return found
+    tree.flatten(state, lambda node: collect(node, None))
+    return ledgers
 
 
 def _counts(node: NumberedState, filled: Array | None) -> np.ndarray:
@@ -272,11 +270,12 @@ def _counts(node: NumberedState, filled: Array | None) -> np.ndarray:
     counts = backend.concrete(backend.asarray(node.counts))
     counts = require_given("a ledger whose values are known", counts, "a traced one", ".counts")
     if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
-        raise invalid("a ledger of integers, one a microbatch", f"{counts.dtype} of shape {counts.shape}", ".counts")
+        raise invalid("a ledger of integers, one per microbatch", f"{counts.dtype} of shape {counts.shape}", ".counts")
     if filled is None:
         return counts
-    known = np.asarray(resolve([filled]).concrete(filled))  # as the counts are
+    number = np.asarray(resolve([filled]).concrete(filled))  # concrete, as the counts are
     levels = np.arange(counts.shape[-2])
     top = int(levels[-1])
-    occupied = np.where(levels == top, known[..., None] >= 2**top, known[..., None] >> levels & 1)
+    # A level is occupied if its bit is set; the top level also takes all contributions beyond the counter's range.
+    occupied = np.where(levels == top, number[..., None] >= 2**top, number[..., None] >> levels & 1)
     return (counts * occupied[..., None]).sum(-2)

@@ -1,4 +1,4 @@
-"""States in files: saved by one framework and loaded by another, on the same number of replicas or on another one."""
+"""State files, which any framework can load, on the same or another number of replicas."""
 
 from gradcombine.statefile.files import inspect, load, load_replicas, save, save_replicas
 from gradcombine.statefile.header import Header as Header

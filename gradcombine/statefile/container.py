@@ -1,6 +1,6 @@
-"""A state file: one text, and arrays by name, in an .npz or a .safetensors file.
+"""The container of a state file: a text and named arrays in an .npz or .safetensors file.
 
-An array lies there as it is, where both formats know its dtype, else as its bytes.
+Arrays of dtypes that both formats support are stored directly, others as bytes.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from gradcombine.formats import Entry, npz, safetensors
 _SUFFIXES = (".npz", ".safetensors")
 _TEXT = "header"
 _KEY = "gradcombine"
-"""Names of the text in an .npz file, and in a .safetensors file."""
+"""Name of the text in an .npz and in a .safetensors file, respectively."""
 
 _NATIVE = frozenset(
     {"bool", "float16", "float32", "float64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
-"""The dtypes that .npz and .safetensors both have."""
+"""The dtypes that both .npz and .safetensors support."""
 
 
 def stored_as(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
-    """Dtype and shape in the file. Another dtype becomes uint8, with one more axis: the bytes of each element."""
+    """Dtype and shape in the file. An unsupported dtype is stored as uint8, with a last axis over the bytes."""
     if dtype.name in _NATIVE:
         return dtype.newbyteorder("<"), shape
     return np.dtype(np.uint8), (*shape, dtype.itemsize)
 
 
 def to_stored(array: np.ndarray) -> np.ndarray:
-    """The array as it lies in the file, in C order."""
+    """Converts an array to its form in the file, in C order."""
     dtype, shape = stored_as(array.dtype, array.shape)
-    whole = np.ascontiguousarray(array).reshape(array.shape)
+    contiguous = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.name in _NATIVE:
-        return whole.astype(dtype, copy=False)
-    return whole.reshape(-1).view(np.uint8).reshape(shape)
+        return contiguous.astype(dtype, copy=False)
+    return contiguous.reshape(-1).view(np.uint8).reshape(shape)
 
 
 def from_stored(stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -56,33 +56,33 @@ def from_stored(stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> 
 
 
 def digest(stored: np.ndarray) -> str:
-    """The SHA-256 of the bytes in the file."""
+    """The SHA-256 of an array's bytes in the file."""
     return hashlib.sha256(stored.reshape(-1).view(np.uint8).data).hexdigest()
 
 
 class Contents(NamedTuple):
-    """Contents of a state file: the header's text, and the arrays by name, read on access."""
+    """Contents of a state file: the header's text, and arrays by name, read on access."""
 
     text: str
     arrays: dict[str, Entry]
 
 
 def require_path(path: str | os.PathLike[str]) -> Path:
-    """Refuses a path that names no format, and where anything else than a file has it.
+    """Converts a path; raises for an unknown suffix, and if it exists but is not a regular file.
 
-    A FIFO would wait for ever, and nobody means to replace a device or a folder.
+    Opening a FIFO would block forever, and a device or directory must not be replaced.
     """
     expected = f"a path that ends in {' or '.join(_SUFFIXES)}"
-    found = errors.require_path(expected, path)
-    if found.suffix not in _SUFFIXES:
+    file = errors.require_path(expected, path)
+    if file.suffix not in _SUFFIXES:
         raise invalid(expected, repr(str(path)))
-    if os.path.exists(found) and not os.path.isfile(found):
+    if os.path.exists(file) and not os.path.isfile(file):
         raise invalid("a regular file", repr(str(path)))
-    return found
+    return file
 
 
 def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a file as a whole. The same contents give the same bytes."""
+    """Writes a file atomically. Equal contents give equal bytes."""
     with replacing(path) as file:
         if path.suffix == ".npz":
             npz.write(file, {_TEXT: np.frombuffer(text.encode(), np.uint8), **arrays})
@@ -91,7 +91,7 @@ def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(path: Path) -> Contents:
-    """Reads a file's header. It may raise anything for damaged contents: `decoding` gives that one name."""
+    """Reads a file's header. Damaged contents may raise any exception, which `decoding` translates."""
     if path.suffix == ".npz":
         arrays = npz.read(path, compressed=False)
         header = arrays.pop(_TEXT, None)
@@ -106,21 +106,21 @@ def read(path: Path) -> Contents:
 
 @contextmanager
 def decoding(path: Path) -> Generator[None, None, None]:
-    """Names whatever a decoder raises on damaged contents; a file that cannot be opened keeps its OSError."""
+    """Translates the exceptions of a decoder to GradCombineError; an OSError of opening the file is kept."""
     try:
         yield
     except (GradCombineError, MemoryError):
         raise
     except Exception as error:
-        # An error about a path says so; one without a name is about a place in the file that is not there.
+        # An OSError without a filename comes from reading past the end of damaged contents.
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        # Decoders of archives raise a dozen classes, depending on where the damage is.
-        raise invalid("a whole state file", f"{path.name}: {type(error).__name__}: {error}") from error
+        # Archive decoders raise a dozen classes, depending on where the damage is.
+        raise invalid("an undamaged state file", f"{path.name}: {type(error).__name__}: {error}") from error
 
 
 def array_name(rank: int, leaf: int) -> str:
-    """The name of an array in the file: its replica, and its number among the header's leaves."""
+    """Name of an array in the file, from its replica and its index among the header's leaves."""
     return f"{rank}.{leaf}"
 
 
@@ -129,11 +129,11 @@ POSIX = os.name == "posix"
 
 @contextmanager
 def replacing(path: Path) -> Generator[IO[bytes], None, None]:
-    """A draft to write to. After the block it takes the place of ``path`` in one step; after an error it is removed.
+    """Opens a temporary file that replaces ``path`` atomically after the block, and is removed after an error.
 
-    The contents are on the disk before the name is, so that a crash leaves the old file or the new one. What a symbolic
-    link points to is replaced, not the link. Mode and owner are the old file's. The drafts that killed writers of the
-    same file have left behind are removed first.
+    The contents are synced to disk before the rename, so that a crash leaves either the old or the new file. If the
+    path is a symbolic link, its target is replaced. Mode and owner of the old file are kept. Temporary files that
+    killed writers of the same path have left behind are removed first.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -141,7 +141,7 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
     except FileNotFoundError:
         old = None
     _remove_abandoned(target)
-    # Nobody else may read it before it has the old file's mode.
+    # Not readable by others before it has the mode of the old file.
     draft, descriptor = _locked_draft(target, 0o666 if old is None else 0o600)
     try:
         with open(descriptor, "wb") as file:
@@ -150,7 +150,7 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
             if old is not None and POSIX:
                 _take_over(descriptor, old)
             os.fsync(descriptor)
-            if POSIX:  # Its lock is held until it has its name; other systems cannot rename an open file.
+            if POSIX:  # rename while the lock is held; other systems cannot rename an open file
                 os.replace(draft, target)
         if not POSIX:
             os.replace(draft, target)
@@ -158,7 +158,7 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
         draft.unlink(missing_ok=True)
         raise
     if POSIX:
-        # The new name is an entry of the folder, which has to be on the disk as well.
+        # Sync the rename, which changes the directory.
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -167,20 +167,20 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
 
 
 def _locked_draft(target: Path, mode: int) -> tuple[Path, int]:
-    """A new file, whose lock lasts as long as its writer does."""
+    """Creates a temporary file, with a lock that lasts until its writer closes it or dies."""
     while True:
         draft = target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}.tmp")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
         if _lock(descriptor, wait=True) and os.fstat(descriptor).st_nlink == 0:
-            os.close(descriptor)  # Another writer took it for abandoned before it was locked.
+            os.close(descriptor)  # another writer removed it as abandoned before it was locked
             continue
         return draft, descriptor
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Removes the drafts of one file that no writer holds a lock on.
+    """Removes the temporary files of ``target`` that no writer has locked.
 
-    Those of other files stay: where locks do not reach other machines, the writers there may be alive.
+    Those of other targets stay: on a file system whose locks are local, their writers may run on other machines.
     """
     for draft in target.parent.glob(f"{_prefix(target)}*.tmp"):
         with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def _lock(descriptor: int, wait: bool) -> bool:
-    """Whether the file is locked now; never on a file system, or a system, without locks."""
+    """Locks a file; returns whether that succeeded. Always false on systems and file systems without locks."""
     try:
         import fcntl
     except ModuleNotFoundError:
@@ -206,7 +206,7 @@ def _lock(descriptor: int, wait: bool) -> bool:
 
 
 def _take_over(descriptor: int, old: os.stat_result) -> None:
-    """Gives a file the owner, as far as that is allowed, and the mode of another one."""
+    """Copies mode and, as far as permitted, owner of the old file."""
     mode = stat.S_IMODE(old.st_mode) & 0o777
     try:
         os.fchown(descriptor, old.st_uid, old.st_gid)
@@ -214,10 +214,10 @@ def _take_over(descriptor: int, old: os.stat_result) -> None:
         try:
             os.fchown(descriptor, -1, old.st_gid)
         except OSError:
-            mode &= ~0o070  # what the old group was allowed is not for another group
+            mode &= ~0o070  # the permissions of the old group must not pass to another group
     os.fchmod(descriptor, mode)
 
 
 def _prefix(target: Path) -> str:
-    """Names the target without its name, which may be as long as a name can be."""
+    """Prefix of the temporary files of a target: a hash, as the name itself may have the maximum length."""
     return f".gradcombine-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"

@@ -1,4 +1,4 @@
-"""Saving and loading states."""
+"""Saves and loads states."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from gradcombine.types import AccumulateState, State, Tree
 
 @operation("statefile.save")
 def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> None:
-    """Saves one state; `load` gives it back, in any framework.
+    """Saves a state, which `load` can read in any framework.
 
     Args:
-      path: of a file that ends in ``.npz`` or ``.safetensors``. An existing one is replaced in one step: after a crash
-        there is the old file or the new one, and nothing between. Its mode and owner are kept; where the path is a
-        symbolic link, what it points to is replaced.
-      reduction: the one that made the state.
-      state: a state of the reduction, or of `gradcombine.accumulate`: partial, full or empty. Of NumPy, JAX or
-        TensorFlow, outside of compiled code, and of one replica.
+      path: of a file that ends in ``.npz`` or ``.safetensors``. An existing file is replaced atomically: a crash leaves
+        either the old or the new file. Its mode and owner are kept; if the path is a symbolic link, its target is
+        replaced.
+      reduction: that created the state.
+      state: of one replica: a state of the reduction, or of `gradcombine.accumulate` (partial, full or empty), in
+        NumPy, JAX or TensorFlow arrays. Not in compiled code.
 
     Raises:
-      GradCombineError: for another suffix, a path of what is no regular file, a state of another reduction, states that
-        are stacked in one, and values that are traced or partly in other processes.
-      OSError: where the file cannot be written. The old one is whole then.
+      GradCombineError: for another suffix, a path that is not a regular file, a state of another reduction, states
+        stacked into one, and values that are traced or partly in other processes.
+      OSError: if the file cannot be written. The old file is intact then.
 
-    Bits: every array is saved as it is, the payloads of NaN included. The same state gives the same file.
+    Bits: arrays are saved bit for bit, including NaN payloads. Equal states give equal files.
 
     >>> import numpy as np, gradcombine as gc, tempfile
     >>> from gradcombine import reductions, statefile
@@ -58,26 +58,26 @@ def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> No
 
 @operation("statefile.load")
 def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> State:
-    """Loads the one state that `save` wrote.
+    """Loads a state that `save` wrote.
 
     Args:
       path: of the file.
-      reduction: made as the one that made the state.
-      like: the tree that ``init`` would get: its containers are those of the state, and its arrays (or specs) say of
-        which framework. NumPy arrays may enter any framework's compiled code.
+      reduction: with the same settings as the one that created the state.
+      like: the tree that was passed to ``init``, of arrays or specs: sets the containers and the framework of the
+        state. NumPy arrays may be passed to compiled code of any framework.
 
     Returns:
-      A state of the kind that was saved. ``None`` and JAX's ``float0`` both stand for "no gradient": the leaf is what
-      ``like`` has there.
+      A state of the type that was saved. For ``None`` and JAX's ``float0`` ("no gradient"), the leaf is that of
+      ``like``.
 
     Raises:
-      GradCombineError: for a path of what is no regular file; for a file that is damaged, cut off, of another format or
-        a newer version; for one that another reduction, or the same one with other settings, has written; where the
-        leaves' paths, shapes or dtypes differ from those of ``like``; and for several replicas, which `load_replicas`
-        takes.
-      OSError: where the file cannot be read.
+      GradCombineError: for a path that is not a regular file; for a file that is damaged, truncated, of another format
+        or a newer version; for a file of another reduction, or of the same one with other settings; if the leaves'
+        paths, shapes or dtypes differ from those of ``like``; and for a file with several replicas, which needs
+        `load_replicas`.
+      OSError: if the file cannot be read.
 
-    Bits: those that were saved; checksums cover every byte of every array, and of what the file says about them.
+    Bits: those that were saved; checksums cover every byte of every array and of the header.
 
     >>> import numpy as np, gradcombine as gc, tempfile
     >>> from gradcombine import reductions, statefile
@@ -94,18 +94,18 @@ def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> Stat
 
 @operation("statefile.save_replicas")
 def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
-    """Saves one state per replica in one file; `load_replicas` gives them back, and `resize` makes them more or fewer.
+    """Saves the states of all replicas in one file, for `load_replicas`; `resize` changes the number of replicas.
 
     Args:
       path, reduction: as for `save`.
-      states: one per replica, by rank, of one structure. A tree that holds them stacked along a first axis, as jax.vmap
-        and jax.shard_map return it, is taken apart by ``jax.tree.map(lambda x: x[rank], stacked)``.
+      states: one per replica, by rank, of the same structure. Split states that are stacked along a first axis, as
+        returned by jax.vmap and jax.shard_map, with ``jax.tree.map(lambda x: x[rank], stacked)``.
 
     Raises:
-      GradCombineError: as `save`, and for no states, or states that differ in structure, shapes or dtypes.
-      OSError: as `save`.
+      GradCombineError: as for `save`; also for an empty list, and states that differ in structure, shapes or dtypes.
+      OSError: as for `save`.
 
-    Bits: as `save`.
+    Bits: as for `save`.
 
     >>> import numpy as np, gradcombine as gc, tempfile
     >>> from gradcombine import reductions, statefile
@@ -140,7 +140,7 @@ def load_replicas(path: str | os.PathLike[str], reduction: Reduction, like: Tree
 
 @operation("statefile.inspect")
 def inspect(path: str | os.PathLike[str]) -> Header:
-    """Reads the header of a state file. Reads no array, and needs no ``like``.
+    """Reads the header of a state file, without reading its arrays.
 
     Args:
       path: of the file.
@@ -151,8 +151,8 @@ def inspect(path: str | os.PathLike[str]) -> Header:
       gradient) and ``sha256``, one per replica.
 
     Raises:
-      GradCombineError: for a file that is damaged there, of another format or a newer version.
-      OSError: where the file cannot be read.
+      GradCombineError: for a file with a damaged header, of another format or a newer version.
+      OSError: if the file cannot be read.
 
     >>> import numpy as np, gradcombine as gc, tempfile
     >>> from gradcombine import reductions, statefile
@@ -168,7 +168,6 @@ def inspect(path: str | os.PathLike[str]) -> Header:
 
 
 def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
-    """Writes one state per replica."""
     check(reduction=reduction)
     target = require_path(path)
     parts = [on_host(state) for state in states]
@@ -186,12 +185,12 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
         if leaf is not None
     }
     leaves: list[Leaf] = []
-    for i, (where, described) in enumerate(first.leaves.items()):
+    for i, (leaf_path, described) in enumerate(first.leaves.items()):
         if described is None:
-            leaves.append(Leaf(where, None, None, ()))
+            leaves.append(Leaf(leaf_path, None, None, ()))
         else:
             digests = tuple(container.digest(arrays[array_name(rank, i)]) for rank in range(len(parts)))
-            leaves.append(Leaf(where, described[0].name, described[1], digests))
+            leaves.append(Leaf(leaf_path, described[0].name, described[1], digests))
     levels = depth_of(parts[0]) if isinstance(parts[0], AccumulateState) else None
     header = Header(
         gradcombine.__version__, reduction.name, reduction.description, len(parts), levels, first.kinds, tuple(leaves)
@@ -200,7 +199,7 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
 
 
 def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None) -> list[State]:
-    """One state per replica."""
+    """Loads the states of all replicas; raises unless their number is ``replicas``, if not None."""
     check(reduction=reduction)
     source = require_path(path)
     with decoding(source):
@@ -217,14 +216,14 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
     numpy = backend.name == "numpy"
 
     def state(column: Sequence[np.ndarray | None]) -> State:
-        # What stands for "no gradient" is that of ``like``; nothing else is taken from the empty state.
+        # Only markers of "no gradient", which are part of the structure, come from ``like``.
         return tree.unflatten(wanted.structure, [x if x is None or numpy else backend.asarray(x) for x in column])
 
     return [state(column) for column in columns]
 
 
 def require_composition(source: Path, header: Header, reduction: Reduction) -> None:
-    """Raises for a file of another composition; warns for one that does not tell of its settings."""
+    """Raises for a file of another reduction or other settings; warns if the file does not contain the settings."""
     require_equal("{}", f"states of {reduction.name!r}", f"states of {header.reduction!r}")
     if header.settings is None:
         text = f"statefile.load: {source} lacks the settings of its reduction: {reduction.description} is assumed"
@@ -238,10 +237,10 @@ def _require_layout(wanted: Layout, header: Header) -> None:
         expected, received = wanted.kinds.get(path), header.kinds.get(path)
         if not (_marks_absence(expected) and _marks_absence(received)):
             require_equal("{}", _named(expected), _named(received), path or "(root)")
-    like = {path: None if leaf is None else (leaf[0].name, leaf[1]) for path, leaf in wanted.leaves.items()}
+    ours = {path: None if leaf is None else (leaf[0].name, leaf[1]) for path, leaf in wanted.leaves.items()}
     stored = {leaf.path: None if leaf.dtype is None else (leaf.dtype, leaf.shape) for leaf in header.leaves}
-    for path in [*like, *stored]:
-        expected, received = (_described(leaves, path) for leaves in (like, stored))
+    for path in [*ours, *stored]:
+        expected, received = (_described(leaves, path) for leaves in (ours, stored))
         require_equal("{}", expected, received, path or "(root)")
 
 
@@ -251,7 +250,7 @@ def _described(leaves: Mapping[str, tuple[str, tuple[int, ...] | None] | None], 
 
 
 def _marks_absence(kind: str | None) -> bool:
-    """Whether this stands for "no gradient", as None or as a JAX float0."""
+    """Whether a container is a marker of "no gradient": None or a JAX float0."""
     return kind is not None and kind.startswith("no_gradient")
 
 
@@ -260,22 +259,22 @@ def _named(kind: str | None) -> str:
 
 
 def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[list[np.ndarray | None]]:
-    """The leaves of every replica, in the order of the wanted layout; None where there is nothing to read."""
-    numbers = {leaf.path: i for i, leaf in enumerate(header.leaves)}
-    written = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
-    if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
+    """Reads the leaves of every replica, in the order of the wanted layout; None for leaves without an array."""
+    indices = {leaf.path: i for i, leaf in enumerate(header.leaves)}
+    present = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
+    if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in present}:
         raise invalid("the arrays that the header names", "others")
 
     def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
-        number = numbers[path]
-        if described is None or header.leaves[number].dtype is None:
+        index = indices[path]
+        if described is None or header.leaves[index].dtype is None:
             return None
         dtype, shape = container.stored_as(*described)
-        entry = arrays[array_name(rank, number)]
-        # Nothing is allocated by what a file claims: it is first compared with what ``like`` says.
+        entry = arrays[array_name(rank, index)]
+        # Compared with ``like`` before reading: a hostile file must not determine how much memory is allocated.
         require_equal("{} in the file", f"{dtype}{shape}", f"{entry.dtype}{entry.shape}", path)
         stored = entry.whole()
-        if container.digest(stored) != header.leaves[number].sha256[rank]:
+        if container.digest(stored) != header.leaves[index].sha256[rank]:
             raise invalid("bytes that match their checksum", "others: damaged", path)
         return container.from_stored(stored, *described)
 

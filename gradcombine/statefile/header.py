@@ -1,6 +1,6 @@
-"""The header of a state file: what it holds, and the checksums; and the layout of a state, which it has to match.
+"""The header of a state file, and the layout of a state, which the header has to match.
 
-The text is two lines: the SHA-256 of the second line in hexadecimal digits, and a JSON object.
+The header is two lines of text: the SHA-256 of the second line in hexadecimal, and a JSON object.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 FORMAT = "gradcombine state"
 VERSION = 3
 MAX_LEVELS = 32
-"""A window's position is an int32: its binary counter has no more levels than that."""
+"""Most levels of a binary counter: the position of a window is an int32."""
 
 
 class Leaf(NamedTuple):
-    """One leaf of the state.
+    """A leaf of the state.
 
     Attributes:
-      path: where in the state, for instance ``".levels[0].value['w']"``.
-      dtype: its NumPy (or ml_dtypes) name; None for a leaf that is None.
+      path: for instance ``".levels[0].value['w']"``.
+      dtype: NumPy or ml_dtypes name; None for a leaf that is None.
       shape: None for a leaf that is None.
-      sha256: of its bytes (C order, little-endian), in hexadecimal digits, one per replica.
+      sha256: checksums of its bytes (C order, little-endian) in hexadecimal, one per replica.
     """
 
     path: str
@@ -41,18 +41,18 @@ class Leaf(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Header of a state file.
+    """The header of a state file.
 
     Attributes:
-      gradcombine: the version of the library that wrote it.
-      reduction: the name of the reduction that made the states.
+      gradcombine: version of the library that wrote the file.
+      reduction: name of the reduction that created the states.
       settings: the reduction with all wrappers and settings, for instance ``"clipped(mean(), max_norm=1.0)"``. None for
-        files of version 2, which do not tell.
-      replicas: how many states the file holds, one per replica, by rank.
-      levels: of windows, how many partial states each has: 1 in order ``"sequential"``, floor(log2(every)) + 1 in order
-        ``"tree"``. None for states of a reduction without a window.
-      kinds: the class of each NamedTuple in the state, by path. Precision and members of the reduction show there.
-      leaves: every leaf of a state; the same on all replicas, except for their values.
+        files of version 2, which lack it.
+      replicas: number of states in the file, one per replica.
+      levels: number of partial states of each window: 1 in order ``"sequential"``, floor(log2(every)) + 1 in order
+        ``"tree"``. None for states that are not windows.
+      kinds: class name of each NamedTuple in the state, by path. Reveals the precision and members of the reduction.
+      leaves: the leaves of a state. Only their values differ between replicas.
     """
 
     gradcombine: str
@@ -65,7 +65,7 @@ class Header(NamedTuple):
 
 
 def encode(header: Header) -> str:
-    """The text of a header."""
+    """Encodes a header as text."""
     fields = {"format": FORMAT, "version": VERSION, **header._asdict()}
     fields["leaves"] = [leaf._asdict() for leaf in header.leaves]
     body = json.dumps(fields, ensure_ascii=True, separators=(",", ":"))
@@ -73,7 +73,7 @@ def encode(header: Header) -> str:
 
 
 def decode(text: str) -> Header:
-    """The header of this text.
+    """Decodes a header from text.
 
     Raises:
       GradCombineError: for a damaged text, another format or a newer version.
@@ -127,9 +127,9 @@ class Layout(NamedTuple):
     """Structure, shapes and dtypes of a state, without its values.
 
     Attributes:
-      structure: its containers.
-      leaves: dtype and shape of each leaf by path, None for a leaf that is None.
-      kinds: the class of each NamedTuple, by path.
+      structure: containers.
+      leaves: dtype and shape of each leaf by path; None for a leaf that is None.
+      kinds: class name of each NamedTuple, by path.
     """
 
     structure: tree.Structure
@@ -141,17 +141,17 @@ def layout(state: State) -> Layout:
     """The layout of a state.
 
     Raises:
-      GradCombineError: for two leaves whose paths read the same.
+      GradCombineError: for leaves whose paths are equal as text.
     """
     leaves, structure = tree.flatten(state)
     described = dict(zip(structure.paths(), map(_described, leaves), strict=True))
-    if alike := len(leaves) - len(described):
-        raise invalid("leaves whose paths differ", f"{alike} that do not")
+    if duplicates := len(leaves) - len(described):
+        raise invalid("leaves with unique paths", f"{duplicates} duplicates")
     return Layout(structure, described, dict(_kinds(structure, "")))
 
 
 def template(reduction: Reduction, like: Tree, levels: int | None) -> State:
-    """The empty state that the reduction makes for trees like ``like``, in NumPy arrays; a window if it has levels."""
+    """The empty state for trees like ``like``, in NumPy arrays: a window with ``levels`` levels unless that is None."""
     leaves, structure = tree.flatten(like)
     part = reduction.init(tree.unflatten(structure, map(placeholder, leaves)))
     if levels is None:
@@ -165,10 +165,10 @@ def template(reduction: Reduction, like: Tree, levels: int | None) -> State:
 
 
 def on_host(state: State) -> State:
-    """The state in NumPy arrays.
+    """Copies a state to NumPy arrays.
 
     Raises:
-      GradCombineError: for a value that is traced, or whose parts other processes hold.
+      GradCombineError: for values that are traced or partly in other processes.
     """
     leaves, structure = tree.flatten(state)
     return tree.unflatten(structure, [value_of(x, path) for x, path in zip(leaves, structure.paths(), strict=True)])
@@ -180,7 +180,7 @@ def _described(leaf: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
 
 
 def value_of(leaf: Any, path: str) -> Any:
-    """A leaf as a NumPy array, None for None. Errors as for `on_host`."""
+    """The leaf as a NumPy array, or None. Raises as `on_host` does."""
     if leaf is None:
         return None
     backend = owner(leaf)

@@ -1,4 +1,4 @@
-"""The windows of a run in one folder: each process saves its own, and any number of processes goes on with them."""
+"""Checkpoints of a run's windows in one folder, which any number of processes can write and resume from."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from gradcombine.types import State, Tree
 _KEPT = last()
 _BEGUN, _PART = "begun", re.compile(r"window-(\d{8,})\.(begun|\d+)\.npz")
 _WINDOWS = 2
-"""How many windows' files stay: if the newest beginning is damaged, the one before it has all of its parts."""
+"""Number of windows whose files are kept: if the newest beginning is damaged, the previous window is complete."""
 
 
 class Recovered(NamedTuple):
-    """State to continue a run with.
+    """The state to resume a run from.
 
     Attributes:
-      window: its index, from 0.
-      begun: the tree that the window began with: parameters, the optimizer's state.
-      parts: by holder, states of this window, no two of which hold the same microbatch.
-      left_out: by file, why it was not used: damaged, or its microbatches are in another part.
+      window: index of the window, from 0.
+      begun: the tree at the beginning of the window: parameters and the optimizer's state.
+      parts: states of the window, by holder. No two of them hold the same microbatch.
+      left_out: by file, why it was not used: it is damaged, or another part holds its microbatches.
     """
 
     window: int
@@ -43,20 +43,20 @@ class Recovered(NamedTuple):
 
 @operation("statefile.begin_window")
 def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> None:
-    """Saves what a window begins with: the end of the window before it, which counts from then on.
+    """Saves the tree that a window begins with, which commits the previous window.
 
-    Every process calls this when it has applied a window, with the same tree; one file is written, and not again. Files
-    of windows before the last one are removed.
+    Every process calls this with the same tree after applying a window; the file is written once. Only the files of
+    this window and the previous one are kept.
 
     Args:
-      folder: of this run alone; shared by all processes. Made where it is missing.
+      folder: shared by all processes, and used by this run only. Created if it is missing.
       index: of the window that begins, from 0.
-      begun: parameters, the optimizer's state, whatever an update changes: a tree of arrays.
+      begun: tree of arrays with everything that an update changes: parameters and the optimizer's state.
 
     Raises:
-      GradCombineError: for an index below 0, values that cannot be saved, and where the file of another process is
-        there and holds other bits: then the processes have parted, and one of them computes wrongly.
-      OSError: where the file cannot be written. The window has not begun then: call this again before `save_part`.
+      GradCombineError: for a negative index, values that cannot be saved, and if another process has saved a tree with
+        other bits: the processes have diverged.
+      OSError: if the file cannot be written. The window has not begun then: call this again before `save_part`.
 
     >>> import numpy as np, tempfile
     >>> from gradcombine import reductions, statefile
@@ -73,7 +73,7 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
     index = valid("index", index)
     path = _path(folder, index, _BEGUN)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_there(path, begun):
+    if not _is_saved(path, begun):
         save(path, _KEPT, _KEPT.update(_KEPT.init(begun), begun))
     for file, window, _ in _files(path.parent):
         if window <= index - _WINDOWS:
@@ -82,20 +82,18 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
 
 @operation("statefile.save_part")
 def save_part(folder: str | os.PathLike[str], index: int, holder: int, reduction: Reduction, state: State) -> None:
-    """Saves what one holder has of a window; after each microbatch, so that a failure costs one microbatch at most.
+    """Saves one holder's part of a window. Called after each microbatch, so that a failure loses at most one.
 
     Args:
       folder: of the run.
-      index: of the window, which `begin_window` has begun: a part of a window whose beginning nobody knows could not
-        be used, and the parts of the window before it still can.
-      holder: which part it is, from 0: the rank of a process, or the number of a logical replica. Its last part is
-        replaced.
-      reduction: a `gradcombine.reductions.numbered` one, so that what is there twice is seen.
-      state: of the reduction, or of `gradcombine.accumulate`.
+      index: of a window that `begin_window` has begun: without its beginning, the part would be useless.
+      holder: rank of the process, or index of the logical replica, from 0. Replaces the part that it saved before.
+      reduction: a `gradcombine.reductions.numbered` reduction, so that duplicate microbatches are detected.
+      state: of the reduction or of `gradcombine.accumulate`.
 
     Raises:
-      GradCombineError: for a window that has not begun, a state without a ledger, and as `save`.
-      OSError: where the file cannot be written. The last part is whole then, so that training may go on without it.
+      GradCombineError: for a window that has not begun, a state without a ledger, and as for `save`.
+      OSError: if the file cannot be written. The holder's previous part is intact then, so training may continue.
     """
     path = _path(folder, index, str(valid("holder", holder)))
     if not _path(folder, index, _BEGUN).is_file():
@@ -106,33 +104,33 @@ def save_part(folder: str | os.PathLike[str], index: int, holder: int, reduction
 
 @operation("statefile.recover")
 def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, start: Tree) -> Recovered:
-    """Reads the newest window of a run that has begun, and parts of it that hold each microbatch at most once.
+    """Reads the newest window that has begun, and parts of it that hold each microbatch at most once.
 
-    A file is used for what it holds, whoever wrote it and however many processes there were. One that is cut off or
-    damaged is left out, and so is a part of whose microbatches another part holds one: its work is done again. Parts of
-    other windows are stale: they have been applied, or belong to parameters that are lost.
+    Parts are used regardless of which process wrote them, and of the number of processes. Truncated and damaged files
+    are left out, and so are parts that share a microbatch with another part: their other microbatches are computed
+    again. Parts of other windows are stale: already applied, or for parameters that are lost.
 
-    All processes have to read before any of them writes, or they may see different parts: put a barrier after this.
-    Then call `begin_window` with the index and the tree, which begins a new run, and mends a file that was damaged.
+    All processes have to read before any of them writes, or they may see different parts: put a barrier after this
+    call. Then call `begin_window` with the index and the tree, which starts a new run and rewrites a damaged file.
 
     Args:
-      folder: of the run. It need not be there.
+      folder: of the run. It need not exist.
       reduction: as for `save_part`.
       like: the tree of the gradients, as for `load`.
-      start: what the first window begins with, the same in every start of the run; other beginnings are read like it.
+      start: the tree that the first window begins with, the same in every start of the run. The trees of later windows
+        are loaded like it.
 
     Returns:
-      ``window``, its index, from 0; ``begun``, the tree that it began with; ``parts``, by holder, states of this
-      window, no two of which hold the same microbatch; ``left_out``, by file, why it was not used.
+      ``window``, the index, from 0; ``begun``, the tree that it began with; ``parts``, states of the window by holder,
+      no two of which hold the same microbatch; ``left_out``, by file, why it was not used.
 
     Raises:
-      GradCombineError: where windows after the first have begun, and the beginnings of all of them are damaged; for a
-        part of another reduction, or of the same one with other settings.
-      OSError: where a file cannot be read.
+      GradCombineError: if a window after the first has begun, but all beginnings are damaged; for a part of another
+        reduction, or of the same one with other settings.
+      OSError: if a file cannot be read.
 
-    Bits: what is merged of the parts, and of the microbatches that `gradcombine.resilience.ledger.read` calls missing,
-    has the bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical
-    replicas.
+    Bits: merging the parts and the microbatches that `gradcombine.resilience.ledger.read` lists as missing gives the
+    bits of an uninterrupted run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical replicas.
     """
     check(reduction=reduction)
     files, left_out = _files(valid("folder", folder)), dict[str, str]()
@@ -161,33 +159,34 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
                 parts[int(holder)] = load(file, reduction, like)
             except GradCombineError as error:
                 left_out[file.name] = str(error)
-    apart = _apart(parts)
-    for holder in parts.keys() - apart.keys():
+    disjoint = _disjoint(parts)
+    for holder in parts.keys() - disjoint.keys():
         left_out[_name(window, str(holder))] = "it has no microbatch, or one that another part has"
-    return Recovered(window, begun, apart, left_out)
+    return Recovered(window, begun, disjoint, left_out)
 
 
-def _apart(parts: dict[int, State]) -> dict[int, State]:
-    """Parts that hold each microbatch at most once, those that hold most first."""
+def _disjoint(parts: dict[int, State]) -> dict[int, State]:
+    """Parts that hold each microbatch at most once, chosen greedily by the number of microbatches."""
     held = {holder: set(ledger.read(part).held) for holder, part in parts.items()}
-    taken, found = set[int](), dict[int, State]()
+    taken, chosen = set[int](), dict[int, State]()
     for holder in sorted(parts, key=lambda holder: (-len(held[holder]), holder)):
         if held[holder] and not held[holder] & taken and not ledger.read(parts[holder]).doubled:
             taken |= held[holder]
-            found[holder] = parts[holder]
-    return dict(sorted(found.items()))
+            chosen[holder] = parts[holder]
+    return dict(sorted(chosen.items()))
 
 
-def _is_there(path: Path, begun: Tree) -> bool:
-    """Whether a file holds this tree. One that is damaged does not; one that holds another is refused."""
+def _is_saved(path: Path, begun: Tree) -> bool:
+    """Whether a file holds this tree: false if it is missing or damaged; raises if it holds another tree."""
     try:
         stored = _KEPT.finalize(load(path, _KEPT, begun))
     except (GradCombineError, OSError):
         return False
     (ours, structure), theirs = (tree.flatten(on_host(x)) for x in (begun, stored))
-    for where, x, y in zip(structure.paths(), ours, theirs[0], strict=True):
+    for leaf_path, x, y in zip(structure.paths(), ours, theirs[0], strict=True):
         if x is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
-            raise invalid(f"the bits with which another process has begun this window, in {path.name}", "others", where)
+            expected = f"the bits with which another process has begun this window, in {path.name}"
+            raise invalid(expected, "others", leaf_path)
     return True
 
 
@@ -201,6 +200,6 @@ def _name(index: int, holder: str) -> str:
 
 
 def _files(folder: Path) -> list[tuple[Path, int, str]]:
-    """Each file of a window, the window's index, and whose part it is."""
-    named = [(file, _PART.fullmatch(file.name)) for file in sorted(folder.glob("window-*.npz"))]
-    return [(file, int(found[1]), found[2]) for file, found in named if found]
+    """The files in a folder, each with the index of its window and its holder, or ``"begun"``."""
+    matches = [(file, _PART.fullmatch(file.name)) for file in sorted(folder.glob("window-*.npz"))]
+    return [(file, int(match[1]), match[2]) for file, match in matches if match]

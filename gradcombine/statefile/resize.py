@@ -1,4 +1,4 @@
-"""The states of N replicas as those of M."""
+"""Converts the states of N replicas to states of M replicas."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State
 def resize(
     reduction: Reduction, states: Sequence[State], replicas: int, *, every: int | None = None, full: bool = False
 ) -> list[State]:
-    """The states of N replicas as those of M: every contribution and every weight is in one of them.
+    """Converts the states of N replicas to states of M replicas, without losing a contribution.
 
-    The part of rank r goes to rank ``r * M // N``. Parts that meet there are merged in the canonical order; a replica
+    The state of rank r goes to rank ``r * M // N``. States that meet there are merged in the canonical order; a replica
     that gets none starts empty.
 
     A window of ``every`` microbatches on N replicas has ``N * every`` contributions. On M replicas it has
-    ``every' = N * every / M`` microbatches (rounded up), and its position becomes ``step' = N * step // M``. So it is
-    full after ``every' - step'`` more calls; places that these calls have beyond the contributions that are missing
-    take weight 0. Saved after microbatch 3 of 8 on 4 replicas, it needs ``16 - 6 = 10`` more calls on 2 replicas, and
-    none of their 20 places is left over.
+    ``every' = N * every / M`` microbatches (rounded up), and its position becomes ``step' = N * step // M``: it is full
+    after ``every' - step'`` more calls. If these calls take more contributions than are missing, give the surplus ones
+    weight 0. For example, a window saved after microbatch 3 of 8 on 4 replicas needs ``16 - 6 = 10`` more calls on 2
+    replicas, whose 20 contributions are exactly the missing ones.
 
-    Positions are rounded down, as a position alone does not tell whether a window is full. One that is full stays so
-    with ``full``: what has been applied would otherwise be so again, where M does not divide ``N * every``.
+    Positions are rounded down, as a position does not determine whether a window is full. Pass ``full`` to keep a full
+    window full: if M does not divide ``N * every``, it would otherwise be applied a second time.
 
     Args:
-      reduction: the one that made the states.
-      states: one per replica, by rank: of the reduction, or of `gradcombine.accumulate`, all at the same position.
+      reduction: that created the states.
+      states: one per replica, by rank: of the reduction, or of `gradcombine.accumulate` and at the same position.
       replicas: M, 1 or more.
-      every: the window length ``every'`` of an accumulator of order ``"tree"`` that goes on, or its ``max_every``; it
-        sizes the binary counter. None: as follows from the old one, where N / M is a power of two.
-      full: whether the windows are, as `gradcombine.accumulate`'s ``ready`` tells.
+      every: for order ``"tree"``, the new window length ``every'`` or ``max_every``, which sizes the binary counter.
+        None: follows from the old counter if N / M is a power of two.
+      full: whether the windows are full, as ``ready`` of `gradcombine.accumulate` returns.
 
     Returns:
-      M states of the same kind, by rank. One that had no part to merge is made of the arrays that were passed in.
+      M states of the same type, by rank. A state that needed no merge shares the arrays of the one passed in.
 
     Raises:
-      GradCombineError: for no states, states at different positions or with different levels, of different kinds or of
-        another reduction, and for windows of order ``"tree"`` that need ``every``.
+      GradCombineError: for an empty list; states at different positions, with different levels, of different types or
+        of another reduction; and windows of order ``"tree"`` that need ``every``.
 
-    Bits: `sum` and `mean` of precision ``"exact"``, integers, `min` and `max` end with the bits of a run that was never
-    broken, for any N and M. Order ``"tree"`` with N / M a power of two: the nodes of one level are merged rank by rank,
-    so the windows are still balanced trees: those of M replicas that had, level by level from the highest, the
-    contributions of each old rank in turn. With any other N and M, and in order ``"sequential"``, the roundings are
-    grouped anew.
+    Bits: `sum` and `mean` in precision ``"exact"``, integers, `min` and `max` end with the bits of an unbroken run, for
+    any N and M. Order ``"tree"`` with N / M a power of two: the nodes of each level are merged rank by rank, so the
+    windows are still balanced trees: those of M replicas that received, from the highest level down, the contributions
+    of each old rank in turn. For any other N and M, and in order ``"sequential"``, the roundings are grouped
+    differently.
 
-    To end with the bits of the N replicas in order ``"tree"``, let M replicas hold N / M states each, and resize when
-    the windows are full: they are blocks of the canonical tree then, where ``every`` is a power of two. As all of this
-    may be done inside of compiled code, positions are compared only where their values are known.
+    To get the bits of N replicas in order ``"tree"``, let M replicas hold N / M states each, and resize when the
+    windows are full: for ``every`` a power of two, they are blocks of the canonical tree then. In compiled code,
+    positions are compared only if their values are known.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine import reductions, statefile
@@ -84,28 +84,29 @@ def resize(
     step, index = _position(first.step, len(parts), count, full), first.index
     if count == len(parts) and every is None:
         return parts
-    shift = _power(len(parts), count)
+    shift = _log2(len(parts), count)
     old = depth_of(first)
     depth = _depth(old, shift, every)
     if shift is not None and depth == old + shift >= old > 1:
-        levels = [_level_by_level(reduction, [part.levels for part in group], first.levels, shift) for group in groups]
+        levels = [_merge_levels(reduction, [part.levels for part in group], first.levels, shift) for group in groups]
     else:
-        levels = [_on_top(reduction, group, first, depth) for group in groups]
+        levels = [_merge_windows(reduction, group, first, depth) for group in groups]
     return [AccumulateState(level, step, index) for level in levels]
 
 
 def _position(step: Array, old: int, new: int, full: bool) -> Array:
-    """``step * old / new``, rounded down; of a full window rounded up, as its length is."""
+    """``step * old / new``, rounded down, or up for a full window, as its length is."""
     backend = resolve([step])
-    without_end = backend.asarray(step) == MOST  # a window that a flush alone ends, and has ended
-    if backend.concrete(without_end):
+    flushed = backend.asarray(step) == MOST  # a window without a length, which was flushed
+    if backend.concrete(flushed):
         return step
-    moved = step // new * old + (step % new * old + (new - 1 if full else 0)) // new
-    return moved if backend.concrete(step) is not None else backend.where(without_end, step, moved)
+    # Written so that no product overflows before ``step * old / new`` would.
+    scaled = step // new * old + (step % new * old + (new - 1 if full else 0)) // new
+    return scaled if backend.concrete(step) is not None else backend.where(flushed, step, scaled)
 
 
-def _level_by_level(reduction: Reduction, counters: list[BinaryCounter], like: Leaf, shift: int) -> BinaryCounter:
-    """A node of 2**i contributions from each of 2**shift replicas is one of 2**(i + shift)."""
+def _merge_levels(reduction: Reduction, counters: list[BinaryCounter], like: Leaf, shift: int) -> BinaryCounter:
+    """Merges counters level by level: nodes of 2**i contributions from 2**shift replicas form one of 2**(i + shift)."""
     empty = binary_counter.cleared(reduction, like)
     merged = (
         fold_pairwise(reduction.merge, [binary_counter.level(counter, i) for counter in counters])
@@ -114,10 +115,10 @@ def _level_by_level(reduction: Reduction, counters: list[BinaryCounter], like: L
     return binary_counter.of_levels(reduction, [*[empty] * shift, *merged], like.filled * 2**shift)
 
 
-def _on_top(
+def _merge_windows(
     reduction: Reduction, group: list[AccumulateState], like: AccumulateState, depth: int
 ) -> tuple[State, ...] | BinaryCounter:
-    """Whole windows in the highest level, where they stay until the end."""
+    """Merges windows into one state, in the highest level, where it stays until the end of the window."""
     merged = _merged(reduction, [whole_window(reduction, part) for part in group], whole_window(reduction, like))
     if depth == 1:
         return (merged,)
@@ -127,7 +128,7 @@ def _on_top(
 def _merged(reduction: Reduction, group: list[State], like: State) -> State:
     if group:
         return fold_pairwise(reduction.merge, group)
-    return reduction.clear(reduction.clear(like))  # twice: `fed_back` begins a window with what the last one left
+    return reduction.clear(reduction.clear(like))  # twice: `fed_back` begins a window with the previous one's error
 
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:
@@ -135,14 +136,16 @@ def _depth(levels: int, shift: int | None, every: int | None) -> int:
         return every.bit_length()
     if levels == 1:
         return 1
-    follows = levels + shift if shift is not None and levels + shift >= 1 else None
-    return require_given("every, for order 'tree' where it does not follow from the old window's length", follows)
+    inferred = levels + shift if shift is not None and levels + shift >= 1 else None
+    return require_given("every, for order 'tree' where it does not follow from the old window's length", inferred)
 
 
-def _power(old: int, new: int) -> int | None:
-    """The logarithm of ``old / new``, where that is a power of two."""
-    over, under = Fraction(old, new).as_integer_ratio()
-    return over.bit_length() - under.bit_length() if over.bit_count() == under.bit_count() == 1 else None
+def _log2(old: int, new: int) -> int | None:
+    """The binary logarithm of ``old / new`` if that is a power of two, else None."""
+    numerator, denominator = Fraction(old, new).as_integer_ratio()
+    if numerator.bit_count() == denominator.bit_count() == 1:
+        return numerator.bit_length() - denominator.bit_length()
+    return None
 
 
 def _require_alike(states: list[AccumulateState]) -> None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from gradcombine import AccumulateState, ledger, statefile
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.places.window import OVER
-from gradcombine.statefile.recovery import _apart  # pyright: ignore[reportPrivateUsage] (there is one such rule)
+from gradcombine.statefile.recovery import _disjoint  # pyright: ignore[reportPrivateUsage] (there is one such rule)
 from tests.faults.tensorflow_engine import TensorFlowEngine
 from tests.faults.training import (
     MICROBATCHES,
@@ -106,7 +106,7 @@ def recover(engine: TensorFlowEngine, folder: Path) -> Found:
     newest = max([window for window, *_ in found], default=0)
     current = [one for one in found if one[0] == newest]
     params = current[0][2] if current else begin()
-    return Found(newest, params, _apart({rank: state.levels[0] for _, rank, _, state in current}))
+    return Found(newest, params, _disjoint({rank: state.levels[0] for _, rank, _, state in current}))
 
 
 def train(engine: TensorFlowEngine, run: Run) -> str:

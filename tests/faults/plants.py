@@ -35,7 +35,7 @@ def _save_not_atomic() -> None:
 
 def _parts_overlap() -> None:
     """All parts of a window are used, those that share microbatches, too."""
-    recovery._apart = lambda parts: dict(sorted(parts.items()))  # pyright: ignore[reportPrivateUsage]
+    recovery._disjoint = lambda parts: dict(sorted(parts.items()))  # pyright: ignore[reportPrivateUsage]
 
 
 class _Equal(str):

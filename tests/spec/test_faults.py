@@ -55,7 +55,7 @@ CASES = {
         {0: {4: 1}, 1: {4: 1}},
         "replica 0: a microbatch that .*; replica 1: a microbatch that ",
     ),
-    "differs": ({1: {"params": FLIPPED}}, {1: {5: 1}}, "replica 1: a copy unlike that of most replicas$"),
+    "differs": ({1: {"params": FLIPPED}}, {1: {5: 1}}, "replica 1: a copy that differs from those of most replicas$"),
 }
 
 

@@ -184,7 +184,7 @@ def test_logical_replicas_keep_their_bits_wherever_they_are(name: str, precision
         ([[0, 0]], "each logical replica once, from 0"),
         ([[1, 2]], "each logical replica once, from 0"),
         ([[]], "each logical replica once, from 0"),
-        ([[0]], "1 states or fewer, as assigned, received 2"),
+        ([[0]], "at most 1 states, as assigned, received 2"),
     ],
 )
 def test_refused_assignments(assignment: Any, message: str) -> None:
