@@ -1,4 +1,4 @@
-"""Does a reduction obey the laws? Cases that Hypothesis draws, and the smallest one that breaks a law."""
+"""Searches with Hypothesis for the smallest contributions for which a reduction breaks a law."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ WEIGHTS = (1, 2, 3, 0.5, 0)
 
 
 class Stretch(NamedTuple):
-    """How one case is made larger: by powers of two, of which no sum rounds.
+    """Scales a case by powers of two, so that sums do not round.
 
     Attributes:
-      element, weight: what all elements, and all weights, are multiplied by.
-      doublings: k, where a state has each contribution 2**k - 1 times, as one that counts modulo 2**k would not see.
+      element, weight: factors of all elements and of all weights.
+      doublings: k, if a state contains each contribution 2**k - 1 times, which a small integer counter cannot hold.
     """
 
     element: float = 1
@@ -54,18 +54,18 @@ class Stretch(NamedTuple):
 
 
 class Case(NamedTuple):
-    """The inputs that a law is tried on."""
+    """Inputs of a law."""
 
     stretch: Stretch
     terms: Terms
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's others)
-    """A law that a reduction breaks.
+    """Raised if a reduction breaks a law.
 
     Attributes:
-      law: what should hold.
-      contributions: the smallest that were found for which it does not: pairs of value and weight.
+      law: the law that does not hold.
+      contributions: the smallest counterexample that was found: pairs of value and weight.
       left, right: the two sides that differ; or None and the exception that was raised.
     """
 
@@ -75,9 +75,9 @@ class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's o
         self.left, self.right, captions = sides
         lines = [f"{name} breaks the law: {law.statement}"]
         if contributions:
-            often = f", where a state has each {times} times" if times > 1 else ""
+            repeats = f", each {times} times in a state" if times > 1 else ""
             lines += [
-                f"for the contributions{often}:",
+                f"for the contributions{repeats}:",
                 *(f"  {value!r}, weight {weight!r}" for value, weight in contributions),
             ]
         if isinstance(self.right, Exception):
@@ -87,7 +87,7 @@ class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's o
             both = zip(captions, (self.left, self.right), strict=True)
             lines += [f"{f'{caption}:':{width}} {own_state(side)!r}" for caption, side in both]
         if law.waiver:
-            lines.append(f"If it need not hold: check_reduction(..., {law.waiver}).")
+            lines.append(f"If it need not hold, use check_reduction(..., {law.waiver}).")
         super().__init__("\n".join(lines))
 
 
@@ -104,37 +104,37 @@ def check_reduction(
     asarray: Callable[[np.ndarray], Any] = np.asarray,
     examples: int = 50,
 ) -> None:
-    """Looks for contributions for which a reduction breaks a law, and names the law and the smallest of them.
+    """Searches for contributions for which a reduction breaks a law; raises with the law and the smallest ones.
 
-    The laws, in this order: an empty state has a value, without NaN; the functions run, and keep the structure, shapes
-    and dtypes of states; they are deterministic, and leave their arguments as they are; the empty state is the identity
-    of ``merge``; ``update(s, v, w) == merge(s, update(init, v, w))``; a contribution of weight 0 changes nothing, even
-    if it is NaN; twice the weight counts as two contributions; ``clear`` gives the empty state; ``merge`` is
-    associative and commutative; a list, time, two replicas and mixtures of them give the same value in both orders.
-    Each is tried on contributions that hypothesis generates and shrinks, the same ones in every run: some of them 2**20
-    times as large or as small, with weights 1,024 times as large, or 255 and 2,047 times in a state, where sums and
-    counts would saturate. Leaves of no axis, no element, one element, two axes, float64, float16 and int32, and a tree
-    without its first leaf, are tried as well, where the functions run for them. Nothing is compiled, so what compilers
-    make of the functions is not tried.
+    Laws, in order of the tests: an empty state has a value without NaN; the functions run and preserve structure,
+    shapes and dtypes; they do not change their arguments, and are deterministic; the empty state is the identity of
+    ``merge``; ``update(s, v, w) == merge(s, update(init, v, w))``; a contribution of weight 0 changes nothing, even if
+    it is NaN; ``clear`` returns the empty state; ``merge`` is associative and commutative; twice the weight counts as
+    two contributions; a list, time, replicas and mixtures of them give the same value in both orders.
+
+    Hypothesis generates and shrinks the contributions, deterministically. Some are scaled by 2**20 or 2**-20, have
+    weights times 1,024, or are 255 or 2,047 times in a state, to find sums and counters that saturate. Also tests
+    scalars, empty leaves, leaves of one element, of two axes, in float64, float16 and int32, and a tree without its
+    first leaf, if the functions accept them. Nothing is compiled, so effects of compilers are not found.
 
     Args:
-      reduction: a user's own, or any other.
-      like: a tree of the shapes and dtypes of contributions, with None where there is no gradient.
+      reduction: any reduction, for example a user-defined one.
+      like: a tree with the shapes and dtypes of contributions, and None for no gradient.
       commutative: whether ``merge`` has to be commutative; that of `gradcombine.reductions.last` is not.
-      weighted: whether twice the weight has to count as two contributions; `gradcombine.reductions.product` only asks
+      weighted: whether twice the weight has to count as two contributions; `gradcombine.reductions.product` only uses
         whether a weight is 0.
-      ulps: how far apart the values of two sides may be, in units in the last place of the largest number among them
-        and the contributions. 0: equal bits, except for the payload of NaN. By default sums and products of
-        contributions do not round, so the laws of sums hold to the bit. The laws of weight 0, ``clear``, determinism
-        and unchanged arguments hold for whole states, always to the bit.
-      elements: what the leaves hold; only whole ones are used for integers, and no negative ones if unsigned.
-      weights: of the contributions; only whole ones if a leaf is of integers.
-      asarray: converts NumPy's arrays to another framework's, as jax.numpy.asarray and tf.constant do.
-      examples: how many cases are tried for each law; a fifth of it for the last one, and a tenth for other leaves.
+      ulps: allowed distance of the two sides' values, in units in the last place of the largest number among them and
+        the contributions. 0: bitwise equal except for NaN payloads. With the default elements and weights, sums and
+        products do not round, so sums obey the laws bitwise. The laws of weight 0, ``clear``, determinism and unchanged
+        arguments compare full states, always bitwise.
+      elements: values of the leaves; integer leaves use only the integers among them, unsigned ones no negative ones.
+      weights: weights of the contributions; only the integers among them are used if a leaf has an integer dtype.
+      asarray: converts NumPy arrays to another framework, like jax.numpy.asarray and tf.constant.
+      examples: number of cases per law; a fifth of it for the last law, and a tenth for other leaves.
 
     Raises:
       BrokenLaw: an AssertionError, for the first law that does not hold.
-      GradCombineError: for settings that mean nothing, and if hypothesis is not installed.
+      GradCombineError: for invalid arguments, and if hypothesis is not installed.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine.verify import check_reduction
@@ -148,7 +148,7 @@ def check_reduction(
       array([0., 1.], dtype=float32), weight 1
     merge(a, b): array([0., 1.], dtype=float32)
     merge(b, a): array([0., 0.], dtype=float32)
-    If it need not hold: check_reduction(..., commutative=False).
+    If it need not hold, use check_reduction(..., commutative=False).
     """
     check(reduction=reduction)
     ulps = require_integer("ulps from 0 to 2**20", ulps, 0, 2**20)
@@ -156,26 +156,25 @@ def check_reduction(
     require_installed("check_reduction", "hypothesis")
     if not callable(asarray):
         raise invalid("a function as asarray", shown(asarray))
-    kinds = [dtype_of(x) for x in tree.flatten(like)[0] if not is_absent(x)]
-    whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
-    stretches = _stretches(kinds, elements, weights)
+    leaf_dtypes = [dtype_of(x) for x in tree.flatten(like)[0] if not is_absent(x)]
+    has_integers = any(dtypes.kind(dtype) == "integer" for dtype in leaf_dtypes)
+    stretches = _stretches(leaf_dtypes, elements, weights)
     elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
     require_flag("commutative", commutative)
     require_flag("weighted", weighted)
-    usable = [weight for weight in weights if not whole or dtypes.holds(np.dtype(np.int64), weight)]
+    integers = [weight for weight in weights if dtypes.holds(np.dtype(np.int64), weight)]
+    usable = integers if has_integers else weights
     if not usable:
-        raise invalid("a weight, a whole one if leaves are integers", shown(weights))
+        raise invalid("a weight, an integer one if leaves are integers", shown(weights))
     waived = {"commutative=False": not commutative, "weighted=False": not weighted}
-    held = [law for law in LAWS if not waived.get(law.waiver, False)]
-    for law in held:
-        costly = law is LAWS[-1]
+    laws = [law for law in LAWS if not waived.get(law.waiver, False)]
+    for law in laws:
+        costly = law is LAWS[-1]  # runs every place in both orders
         cases = _cases(like, law.terms, elements, usable, asarray, stretches[:1] if costly else stretches)
-        # It runs each place of both orders, where the other laws run a few functions.
         _try(reduction, like, law, ulps, cases, -(-examples // 5) if costly else examples)
-    whole_weights = [weight for weight in usable if dtypes.holds(np.dtype(np.int64), weight)] or [1]
     for other in _others(reduction, like, asarray):
-        for law in held[:-1]:
-            cases = _cases(other, law.terms, _fitting(other, elements), whole_weights, asarray, [Stretch()])
+        for law in laws[:-1]:
+            cases = _cases(other, law.terms, _fitting(other, elements), integers or [1], asarray, [Stretch()])
             _try(reduction, other, law, ulps, cases, -(-examples // 10))
 
 
@@ -211,19 +210,18 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
     try:
         holds()
     except BrokenLaw:
-        # As it was raised last, for the smallest contributions, without what hypothesis adds about itself.
+        # The last failure has the smallest contributions. A new error drops the notes of hypothesis.
         raise BrokenLaw(reduction.name, law, *broken[-1]) from None
     except Flaky:
         if not broken:
-            expected = "functions that return the same for the same arguments"
-            raise invalid(expected, reduction.name) from None
-        # The same contributions have broken a law, and have not.
+            raise invalid("deterministic functions", reduction.name) from None
+        # The same contributions broke a law in one of two runs.
         raise BrokenLaw(reduction.name, DETERMINISTIC, *broken[-1]) from None
 
 
 def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -> Sides | None:
-    """The first sides that differ, None if the law holds."""
-    # What is shown has to stay as it is, even if a function writes to its arguments.
+    """Returns the first two sides that differ, or None if the law holds."""
+    # Copied, because the error shows the contributions, and a function may write to its arguments.
     copied = [Contribution(mapped(copy_of, value), weight) for value, weight in case.terms]
     leaves = [x for value, _ in case.terms for x in tree.flatten(value)[0] if not is_absent(x)]
     largest = max((float(np.abs(np.asarray(x, np.float64)).max(initial=0)) for x in leaves), default=0.0)
@@ -246,7 +244,7 @@ def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -
 
 
 def _others(reduction: Reduction, like: Tree, asarray: Callable[[np.ndarray], Any]) -> Iterator[Tree]:
-    """The tree with leaves of other shapes and dtypes, or without its first: what the functions run for."""
+    """Yields the tree with other shapes and dtypes, and without its first leaf, if the functions accept it."""
     leaves, structure = tree.flatten(like)
     specs = [None if is_absent(x) else placeholder(x) for x in leaves]
 
@@ -256,24 +254,24 @@ def _others(reduction: Reduction, like: Tree, asarray: Callable[[np.ndarray], An
         ]
         return tree.unflatten(structure, [x if y is None else asarray(y) for x, y in zip(leaves, new, strict=True)])
 
-    found = [changed(shape, None) for shape in ((), (0,), (1,), (2, 3))]
-    found += [changed(None, dtype) for dtype in (np.float64, np.float16, np.int32)]
+    others = [changed(shape, None) for shape in ((), (0,), (1,), (2, 3))]
+    others += [changed(None, dtype) for dtype in (np.float64, np.float16, np.int32)]
     if sum(x is not None for x in specs) > 1:
         first = next(i for i, x in enumerate(specs) if x is not None)
-        found.append(tree.unflatten(structure, [None if i == first else x for i, x in enumerate(leaves)]))
-    for other in found:
+        others.append(tree.unflatten(structure, [None if i == first else x for i, x in enumerate(leaves)]))
+    for other in others:
         try:
             empty = reduction.init(other)
             reduction.finalize(reduction.merge(empty, reduction.update(empty, other, 1)))
         except Exception:
-            continue  # it need not take any tree
+            continue  # a reduction need not accept every tree
         yield other
 
 
 def _fitting(like: Tree, elements: Sequence[float]) -> list[float]:
-    """The elements that each leaf can hold; 0 and 1 if there are none."""
-    held = [placeholder(x).dtype for x in tree.flatten(like)[0] if not is_absent(x)]
-    return [x for x in elements if all(dtypes.holds(dtype, x) for dtype in held)] or [0, 1]
+    """Returns the elements that every leaf can represent, or 0 and 1 if there are none."""
+    leaf_dtypes = [placeholder(x).dtype for x in tree.flatten(like)[0] if not is_absent(x)]
+    return [x for x in elements if all(dtypes.holds(dtype, x) for dtype in leaf_dtypes)] or [0, 1]
 
 
 def _cases(
@@ -308,17 +306,17 @@ def _cases(
     return strategies.one_of(*map(of, stretches))
 
 
-def _stretches(kinds: Sequence[np.dtype], elements: Any, weights: Any) -> list[Stretch]:
-    """Stretches of the elements within which sums in the narrowest dtype do not round; none for given elements."""
-    found, least = [Stretch()], min((dtypes.part(dtype).itemsize for dtype in kinds), default=0)
-    is_whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
+def _stretches(leaf_dtypes: Sequence[np.dtype], elements: Any, weights: Any) -> list[Stretch]:
+    """Returns stretches for which sums in the narrowest dtype do not round; only the default values are stretched."""
+    stretches, itemsize = [Stretch()], min((dtypes.part(dtype).itemsize for dtype in leaf_dtypes), default=0)
+    has_integers = any(dtypes.kind(dtype) == "integer" for dtype in leaf_dtypes)
     if elements is ELEMENTS:
-        found += [Stretch(element=x) for x in ((2.0**20, 2.0**-20) if least >= 4 else (32.0,) if least == 2 else ())]
-        found = found[:2] if is_whole else found
-    if least >= 4:
-        found += [Stretch(weight=2**10)] if weights is WEIGHTS else []
-        found += [Stretch(doublings=8), Stretch(doublings=11)]  # an exact sum of float32 holds 4,096
-    return found
+        factors = (2.0**20, 2.0**-20) if itemsize >= 4 else (32.0,) if itemsize == 2 else ()
+        stretches += [Stretch(element=x) for x in factors[: 1 if has_integers else 2]]
+    if itemsize >= 4:
+        stretches += [Stretch(weight=2**10)] if weights is WEIGHTS else []
+        stretches += [Stretch(doublings=8), Stretch(doublings=11)]  # an exact sum of float32 holds 4,096
+    return stretches
 
 
 def _near(left: Any, right: Any, ulps: int, largest: float) -> bool:

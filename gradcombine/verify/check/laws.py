@@ -1,4 +1,4 @@
-"""The laws that the library relies on, each as two sides that are equal for any contributions."""
+"""The laws that reductions have to obey, each as two sides that are equal for all contributions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Contribution(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Two values or states that have to be equal, and what each of them is."""
+    """Two values or states that have to be equal, with captions."""
 
     left: Any
     right: Any
@@ -37,18 +37,18 @@ class Sides(NamedTuple):
 
 Terms: TypeAlias = Sequence[Contribution]
 Made: TypeAlias = Callable[[Contribution], State]
-"""The state that has one contribution, once or many times."""
+"""Function that returns a state with one contribution, once or many times."""
 
 
 class Law(NamedTuple):
-    """A law: two sides that are equal for any contributions.
+    """A law: two sides that are equal for all contributions.
 
     Attributes:
-      statement: the law, for a reader.
-      terms: how many contributions it is about.
-      sides: ``sides(reduction, like, contributions, made)``: what has to be equal.
-      exact: whether it has to be equal to the bit, whatever rounding is allowed.
-      waiver: the setting of `check_reduction` without which the law has to hold.
+      statement: the law in words.
+      terms: number of contributions.
+      sides: ``sides(reduction, like, contributions, made)`` yields pairs that have to be equal.
+      exact: whether they have to be bitwise equal even if rounding is allowed.
+      waiver: the argument of `check_reduction` that waives the law.
     """
 
     statement: str
@@ -114,7 +114,7 @@ def _identity(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> It
     none, twice = reduction.merge(empty, reduction.init(like)), reduction.merge(a, a)
     yield _values(reduction, none, empty, ("merge(init, init)", "init"))
     for name, same in (("merge(init, a)", reduction.merge(none, a)), ("merge(a, init)", reduction.merge(a, none))):
-        # What the value does not show, the next merge does.
+        # Differences that the value hides may appear in the next merge.
         yield _values(reduction, reduction.merge(same, a), twice, (f"merge({name}, a)", "merge(a, a)"))
 
 
@@ -191,12 +191,12 @@ DETERMINISTIC = LAWS[3]
 
 
 def _values(reduction: Reduction, left: State, right: State, captions: tuple[str, str]) -> Sides:
-    """Two states, by their values."""
+    """Compares two states by their values."""
     return Sides(reduction.finalize(left), reduction.finalize(right), captions)
 
 
 def _places(reduction: Reduction, terms: Terms) -> Iterator[tuple[str, Any]]:
-    """The value of the same contributions in every place; each is computed only when it is asked for."""
+    """Yields the value of the contributions in every place, lazily."""
     values, weights = zip(*terms, strict=True)
     half = len(terms) // 2
     orders: tuple[Order, ...] = ("sequential", "tree")
@@ -229,7 +229,7 @@ def _window(reduction: Reduction, terms: Terms, order: Order) -> State:
 
 
 def _nan(value: Tree) -> Tree:
-    """The tree with NaN in place of all floats."""
+    """Returns the tree with NaN instead of all floats."""
     leaves, structure = tree.flatten(value)
     backend = resolve(leaves)
 
@@ -242,7 +242,7 @@ def _nan(value: Tree) -> Tree:
 
 
 def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
-    """The function of every leaf as a NumPy array; None stays."""
+    """Applies a function to every leaf except None."""
     leaves, structure = tree.flatten(node)
     return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
 
@@ -252,5 +252,5 @@ def copy_of(x: Any) -> Any:
 
 
 def own_state(side: Any) -> Any:
-    """The state as the user's functions see it."""
+    """Returns the state as the user's functions see it."""
     return side.value if isinstance(side, GuardedState) else side
