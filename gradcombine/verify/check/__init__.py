@@ -1,4 +1,4 @@
-"""Whether a step, or an accumulation, gives the same however its batch is divided, how accurate it is, and why not."""
+"""Checks that steps and accumulations do not depend on how a batch is divided, and names the cause if they do."""
 
 from gradcombine.verify.check.checking import check_step
 from gradcombine.verify.check.microbatches import check_microbatches

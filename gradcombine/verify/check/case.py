@@ -1,4 +1,4 @@
-"""A division that differs from one batch, and what a hypothesis about it has to account for."""
+"""A division that differs from one batch, and the test whether a hypothesis explains the difference."""
 
 from __future__ import annotations
 
@@ -13,78 +13,82 @@ from gradcombine.verify.check.standard import Floats, Standard
 from gradcombine.verify.check.step_report import Cause
 
 Answer: TypeAlias = tuple[Cause, str]
-"""A cause, and figures."""
+"""A cause and its detail."""
 
 BY_NUMBER = "divided by the number of"
-"""In the figures of what is divided by the number of microbatches or devices as well."""
+"""Marks a detail that blames a division by the number of microbatches or devices."""
 
 Located: TypeAlias = Answer | tuple[Cause, str, str]
-"""An answer, with the line of source that another than `lines.line_of` knows."""
+"""A cause and its detail, optionally with the source line, which `lines.line_of` finds otherwise."""
 
 
 class Case(NamedTuple):
-    """A division that differs.
+    """A division whose result differs from one batch.
 
     Attributes:
       split: the division.
-      result: what it gave, in float64 where there is such a result.
-      own: the same in its own precision.
-      wide: whether the result is in float64.
-      terms: of the loss, if they are known.
-      leaves: those that a hypothesis has to account for; None: all.
-      rest: which part of the difference it may leave over, beside rounding.
+      result: its result, in float64 if possible.
+      native: its result in the step's native precision.
+      wide: whether `result` is in float64.
+      terms: terms of the loss, if known.
+      leaves: indices of the leaves that a hypothesis has to explain; None: all.
+      unexplained: fraction of the difference that a hypothesis may leave unexplained, in addition to rounding.
     """
 
     split: Split
     result: Result
-    own: Result
+    native: Result
     wide: bool
     terms: Terms | None = None
     leaves: tuple[int, ...] | None = None
-    rest: float = 2.0**-20
+    unexplained: float = 2.0**-20
 
     def among(self, leaves: Iterable[int]) -> list[int]:
-        """The leaves among these that are to be accounted for."""
+        """Returns those of these leaves that a hypothesis has to explain."""
         return [i for i in leaves if self.leaves is None or i in self.leaves]
 
 
 def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
-    """The ways to divide examples that steps use, by what they are called."""
+    """Returns the common partitions of examples into microbatches or devices, by name, without duplicates."""
     k, devices = split
     rows = np.arange(examples)
-    made: dict[str, list[np.ndarray]] = {"neighbours": _chunks(rows, k)}
+    named: dict[str, list[np.ndarray]] = {CONTIGUOUS: _chunks(rows, k)}
     if examples % k:
-        made["as numpy.array_split divides"] = np.array_split(rows, k)
+        named["split as numpy.array_split does"] = np.array_split(rows, k)
     if k > 1:
-        made["every k-th"] = [rows[i::k] for i in range(k)]
+        named["microbatches of every k-th example"] = [rows[i::k] for i in range(k)]
     if devices > 1:
-        on_each = _chunks(rows, devices)
-        made["devices"] = on_each
-        made["microbatches of devices"] = [x for block in on_each for x in _chunks(block, k)]
-        made["microbatches over devices"] = [
-            np.concatenate(x) for x in zip(*(_chunks(block, k) for block in on_each), strict=False)
+        blocks = _chunks(rows, devices)
+        named["one part per device"] = blocks
+        named["one part per device and microbatch"] = [x for block in blocks for x in _chunks(block, k)]
+        named["microbatches across devices"] = [
+            np.concatenate(x) for x in zip(*(_chunks(block, k) for block in blocks), strict=False)
         ]
-        made["devices in microbatches"] = [x for block in _chunks(rows, k) for x in _chunks(block, devices)]
-    found: dict[str, list[Rows]] = {}
-    for name, pieces in made.items():
+        named["microbatches split over devices"] = [x for block in _chunks(rows, k) for x in _chunks(block, devices)]
+    distinct: dict[str, list[Rows]] = {}
+    for name, pieces in named.items():
         tuples = [tuple(x.tolist()) for x in pieces if len(x)]
-        if len(tuples) > 1 and tuples not in found.values():
-            found[name] = tuples
-    return found
+        if len(tuples) > 1 and tuples not in distinct.values():
+            distinct[name] = tuples
+    return distinct
+
+
+CONTIGUOUS = "contiguous microbatches"
+"""Name of the usual partition."""
 
 
 def on_devices(examples: int, split: Split) -> list[Rows]:
-    """The examples of each device, for the ways that steps use: a block, or a part of each microbatch."""
+    """Returns the examples of each device, for both common layouts: a block, or a part of each microbatch."""
     k, devices = split
     rows = np.arange(examples)
-    by_part = [[_chunks(block, devices) for block in blocks] for blocks in ([rows], _chunks(rows, k))]
-    found = {
-        tuple(np.concatenate([parts[d] for parts in way]).tolist())
-        for way in by_part
+    layouts = [[_chunks(block, devices) for block in blocks] for blocks in ([rows], _chunks(rows, k))]
+    distinct = {
+        tuple(np.concatenate([parts[d] for parts in layout]).tolist())
+        for layout in layouts
         for d in range(devices)
-        if all(d < len(parts) for parts in way)
+        if all(d < len(parts) for parts in layout)
     }
-    return sorted(found) if devices > 1 else []
+    return sorted(distinct) if devices > 1 else []
 
 
 def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
@@ -98,23 +102,23 @@ def accounts_for(
     predicted: Floats,
     terms: float,
     leaves: Iterable[int] | None = None,
-    off: float = 1.0,
+    tolerance: float = 1.0,
 ) -> bool:
-    """Whether a prediction is within rounding of the result, and much nearer to it than one batch is.
+    """Whether a prediction is within rounding of the result, and much closer to it than one batch is.
 
     Args:
-      terms: how many results it is made of, by the sum of their coefficients.
-      leaves: those that it is about; None: all.
-      off: how many times as far as rounding allows it may be.
+      terms: the sum of the coefficients of the results that the prediction combines.
+      leaves: indices of the leaves that it predicts; None: all.
+      tolerance: largest distance from the result, in multiples of the rounding bound.
     """
     nearest, furthest = distances(standard, case, predicted, terms, leaves)
-    return bool(nearest <= max(off, case.rest * furthest) and furthest >= 4 * nearest and furthest > 1)
+    return bool(nearest <= max(tolerance, case.unexplained * furthest) and furthest >= 4 * nearest and furthest > 1)
 
 
 def distances(
     standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
 ) -> tuple[float, float]:
-    """How far a prediction and one batch are from the result, over what rounding allows, in the worst leaf of each."""
+    """Returns the distance of a prediction, and of one batch, from the result over the bound, in the worst leaf."""
     chosen = np.array(case.among(range(len(predicted)) if leaves is None else leaves), np.intp)
     near, far = (
         standard.shares(case.result.floats, x, case.wide, 2 + terms)[chosen] for x in (predicted, standard.best.floats)
@@ -127,17 +131,17 @@ def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]
 
 
 def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:
-    """Weights that microbatches may have: equal ones first, then what the examples of each count together."""
+    """Returns plausible weights of microbatches: equal ones, then the total count of each microbatch's examples."""
     counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
     return [x / x.sum() for x in [np.ones(len(pieces)), *counted] if x.min() >= 0 and x.any()]
 
 
 def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
-    """The part of each unit that is among these rows."""
+    """Returns the fraction of each unit that is among these rows."""
     chosen = set(rows)
     return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
 
 
 def split_by(partition: str) -> str:
-    """A partition in a detail, unless it is the usual one."""
-    return "" if partition == "neighbours" else f"; {partition}"
+    """Returns the partition as the end of a detail; empty for the usual one."""
+    return "" if partition == CONTIGUOUS else f"; {partition}"

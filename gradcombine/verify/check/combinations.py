@@ -1,4 +1,4 @@
-"""Divisions that are combinations of examples: weights that known defects give them, and weights that are fitted."""
+"""Hypotheses that a division is a linear combination of examples, with the weights of known defects or fitted ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradcombine.verify.check.step_report import Cause
 
 
 def linear(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Examples that weigh something else than they should."""
+    """Tries weights of the examples that differ from those in one batch."""
     c, leaves = standard.combination
     leaves = case.among(leaves)
     if c is None or not leaves or not np.isfinite(flat([*case.result.floats, *standard.best.floats])).all():
@@ -36,15 +36,15 @@ def linear(standard: StepStandard, case: Case) -> Iterator[Answer]:
         predicted = combined(np.array([a for a, _ in used]), [floats for _, floats in used])
         return accounts_for(standard, case, predicted, float(np.abs(x).sum()), leaves)
 
-    some = "" if len(leaves) == len(standard.names) else f"; seen in {len(leaves)} leaves that are means"
+    scope = "" if len(leaves) == len(standard.names) else f"; seen in the {len(leaves)} leaves that are means"
     for cause, detail, x in _combinations(standard, case, c):
         if accounts(x):
-            yield cause, detail + some
+            yield cause, detail + scope
             return
 
 
 def scaled(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """One batch times a factor where it is no mean of its examples, as a clipped gradient is none."""
+    """Tries a multiple of one batch if that is no mean of its examples, such as a clipped gradient."""
     leaves = case.among(range(len(standard.names)))
     factor = _factor(standard, case, leaves) if standard.combination[0] is None else 1.0
     if abs(factor - 1) > EPSILON:
@@ -54,19 +54,19 @@ def scaled(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 def _factor(standard: StepStandard, case: Case, leaves: Sequence[int]) -> float:
-    """The factor of one batch that is nearest to a division's result; 1 for a single number, which always has one."""
+    """Fits a division's result by a multiple of one batch; returns 1 for a single number, which always fits."""
     allowed = standard.allowed(False)
-    some = [i for i in leaves if allowed[i] > 0]
-    whole, result = (flat([x[i] / allowed[i] for i in some]) for x in (standard.best.floats, case.result.floats))
-    return float(result @ whole / (whole @ whole)) if np.count_nonzero(whole) > 1 else 1.0
+    used = [i for i in leaves if allowed[i] > 0]
+    one, result = (flat([x[i] / allowed[i] for i in used]) for x in (standard.best.floats, case.result.floats))
+    return float(result @ one / (one @ one)) if np.count_nonzero(one) > 1 else 1.0
 
 
 EPSILON = 1e-5
-"""By how much a factor may differ from 1 that is none: divisors have an epsilon beside the count."""
+"""Difference of a factor from 1 that is ignored: divisors add an epsilon to the count."""
 
 
 def _shares_in(standard: StepStandard, split: Split) -> dict[str, list[np.ndarray]]:
-    """The part of each unit that is in each piece, for the ways to divide the examples."""
+    """Returns the fraction of each unit in each part, for each partition of the examples."""
     units = standard.units()
     divided = {
         name: [share_in(units, rows) for rows in pieces]
@@ -76,7 +76,7 @@ def _shares_in(standard: StepStandard, split: Split) -> dict[str, list[np.ndarra
 
 
 def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """The weights of the units where microbatches are combined as known defects do."""
+    """Yields the weights of the units under known defects."""
     k, devices = split
     n = standard.examples
     counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")]
@@ -84,9 +84,9 @@ def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tupl
     for count, name in counts:
         if count > 1:
             yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
-            yield Cause.SCALED, f"by 1 / {count:g}: {BY_NUMBER} {name} too", c / count
-    for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
-        yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
+            yield Cause.SCALED, f"by 1 / {count:g}: also {BY_NUMBER} {name}", c / count
+    for padded in {n + (-n % k), n + (-n % (k * devices))} - {n}:
+        yield Cause.PLACEHOLDERS, f"the last microbatch is padded with {padded - n} rows", c * n / padded
     divided = _shares_in(standard, split)
     for name, pieces in divided.items():
         means, weights = _mean_of_means(c, pieces), [float(c @ p) for p in pieces]
@@ -96,53 +96,58 @@ def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tupl
     for rows in on_devices(n, split):
         kept = share_in(standard.units(), rows)
         if 0 < c @ kept < c.sum():
-            text = f"it is what examples {shown(rows)} give"
+            text = f"it is the sum over examples {listed(rows)}"
             yield Cause.NOT_EXCHANGED, f"{text}, divided by their weight", c * kept / (c @ kept)
-            yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all", c * kept
-            yield Cause.NOT_EXCHANGED, f"{text}, divided by the number of devices", c * kept / (c @ kept) / devices
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all examples", c * kept
+            text += ", divided by their weight and the number of devices"
+            yield Cause.NOT_EXCHANGED, text, c * kept / (c @ kept) / devices
     for pieces in divided.values():
         for piece in pieces:
             for kept in (1 - piece, piece):
                 if 0 < c @ kept < c.sum() and len(pieces) > 1:
-                    lost = _named(standard, kept == 0)
+                    lost = _examples(standard, kept == 0)
                     if kept is piece and piece is pieces[-1]:
                         lost = f"all but the last microbatch: {lost}"
-                    yield Cause.LOST, f"{lost}, divided by the rest", c * kept / (c @ kept)
-                    yield Cause.LOST, f"{lost}, divided by all", c * kept
-            more = 1 + piece
-            yield Cause.DOUBLED, _named(standard, piece > 0), c * more / (c @ more)
+                    yield Cause.LOST, f"{lost}{DIVIDED_BY_REST}", c * kept / (c @ kept)
+                    yield Cause.LOST, f"{lost}{DIVIDED_BY_ALL}", c * kept
+            times = 1 + piece
+            yield Cause.DOUBLED, _examples(standard, piece > 0), c * times / (c @ times)
+
+
+DIVIDED_BY_REST = "; the rest is divided by its own weight"
+DIVIDED_BY_ALL = "; the rest is divided by the weight of all examples"
 
 
 def _combinations(standard: StepStandard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """The weights of the units under each known combination."""
+    """Yields the weights of the units under known defects, then those that are fitted to the result."""
     yield from _known(standard, case.split, c)
     factor = _factor(standard, case, case.among(standard.combination[1]))
-    if abs(factor - 1) > EPSILON:  # an epsilon in a divisor scales by almost 1
+    if abs(factor - 1) > EPSILON:
         yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided, k, devices = _shares_in(standard, case.split), *case.split
     x = standard.fitted(case.result, case.split, case.wide, case.among(standard.combination[1]))
     if x is not None:
         yield from _levels(standard, case, c, x, divided)
         return
-    at = np.arange(len(c))
-    for chosen in [*(at == i for i in at), *(at >= len(c) - i for i in range(2, k * devices))]:
+    index = np.arange(len(c))
+    for chosen in [*(index == i for i in index), *(index >= len(c) - i for i in range(2, k * devices))]:
         if (c * chosen).any() and (c * ~chosen).any():
-            yield Cause.LOST, f"{_named(standard, chosen)}, divided by the rest", c * ~chosen / (c @ ~chosen)
-            yield Cause.LOST, f"{_named(standard, chosen)}, divided by all", c * ~chosen
-            yield Cause.DOUBLED, _named(standard, chosen), c * (1 + chosen) / (c @ (1 + chosen))
+            yield Cause.LOST, f"{_examples(standard, chosen)}{DIVIDED_BY_REST}", c * ~chosen / (c @ ~chosen)
+            yield Cause.LOST, f"{_examples(standard, chosen)}{DIVIDED_BY_ALL}", c * ~chosen
+            yield Cause.DOUBLED, _examples(standard, chosen), c * (1 + chosen) / (c @ (1 + chosen))
 
 
 def _levels(
     standard: StepStandard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
 ) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """Causes that the fitted coefficients show, with the weights that they predict."""
+    """Yields causes that the fitted weights suggest, with the exact weights that they predict."""
     real = np.abs(c) > 1e-6 * np.abs(c).max()
     if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
         entering = ~real & (np.abs(x) > SAME * np.abs(c).max())
         pairs = zip(entering, standard.columns(), strict=True)
         counts_alone = any(yes and y is not None and any(map(np.any, y.floats)) for yes, y in pairs)
         cause = Cause.SELECTION if counts_alone else Cause.PLACEHOLDERS
-        yield cause, f"of weight 0 in one batch: {_named(standard, entering)}", x
+        yield cause, f"of weight 0 in one batch: {_examples(standard, entering)}", x
         return
     r = np.where(real, x / np.where(real, c, 1), 1)
     kept = r[real & (np.abs(r) > SAME)]
@@ -150,50 +155,46 @@ def _levels(
         return
     for unit in {float(np.median(kept)), float(kept.min())}:
         times = np.round(r / unit)
-        # Divided by all, or by what is there.
-        by_all, by_these = abs(unit - 1) < SAME, abs(float(c[real] @ times[real]) * unit - 1) < SAME
+        # Divided by the weight of all examples, or of those that are counted, as often as they are.
+        by_all, by_counted = abs(unit - 1) < SAME, abs(float(c[real] @ times[real]) * unit - 1) < SAME
         if (
-            (by_all or by_these)
+            (by_all or by_counted)
             and np.all(np.abs(r / unit - times)[real] < SAME)
             and np.any(times[real] != 1)
             and np.all(times[real] >= 0)
         ):
-            lost, twice = _named(standard, real & (times == 0)), _named(standard, real & (times > 1))
-            snapped = np.where(real, c * times * unit, 0)
+            lost, twice = _examples(standard, real & (times == 0)), _examples(standard, real & (times > 1))
+            exact = np.where(real, c * times * unit, 0)
             if lost:
-                yield Cause.LOST, lost + (f"; {twice} count more than once" if twice else ""), snapped
+                yield Cause.LOST, lost + (f"; {twice} counted more than once" if twice else ""), exact
             else:
-                yield Cause.DOUBLED, twice, snapped
+                yield Cause.DOUBLED, twice, exact
     for name, pieces in divided.items():
         if all(np.ptp(r[(p > 0) & real]) < SAME * np.abs(r).max() for p in pieces if (p > 0)[real].any()):
-            by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
-            by_place = [a if abs(a) > 2.0**-20 * max(map(abs, by_place)) else 0.0 for a in by_place]
-            snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
-            places = ", ".join(f"{a:.4g}" for a in by_place)
-            if np.ptp(by_place) > 2.0**-20 * max(by_place) and _turned(standard, case, c, by_place, pieces):
-                yield (
-                    Cause.BY_PLACE,
-                    f"microbatches count {places} times, in reverse order too{split_by(name)}",
-                    snapped,
-                )
-            cause = Cause.COEFFICIENTS if all(by_place) else Cause.LOST
-            yield cause, f"microbatches count {places} times{split_by(name)}", snapped
+            factors = [float(np.mean(r[(p > 0) & real])) for p in pieces]
+            factors = [a if abs(a) > 2.0**-20 * max(map(abs, factors)) else 0.0 for a in factors]
+            exact = np.where(real, c * sum(a * (p > 0) for a, p in zip(factors, pieces, strict=True)), 0)
+            text = f"the microbatches' weights are multiplied by {', '.join(f'{a:.4g}' for a in factors)}"
+            if np.ptp(factors) > 2.0**-20 * max(factors) and _same_reversed(standard, case, c, factors, pieces):
+                yield Cause.BY_PLACE, f"{text}, also with the examples reversed{split_by(name)}", exact
+            cause = Cause.COEFFICIENTS if all(factors) else Cause.LOST
+            yield cause, text + split_by(name), exact
     if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
-        yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
+        yield Cause.COEFFICIENTS, f"{r[real].min():.4g} to {r[real].max():.4g} times the right ones", x
 
 
-def _turned(
-    standard: StepStandard, case: Case, c: np.ndarray, by_place: Sequence[float], pieces: Sequence[np.ndarray]
+def _same_reversed(
+    standard: StepStandard, case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]
 ) -> bool:
-    """Whether the examples in reverse order have the same factors, place by place."""
-    result = standard.division(case.split, case.wide, backwards=True) if len(c) == standard.examples else None
+    """Whether the weights have the same factors, position by position, with the examples in reverse order."""
+    result = standard.division(case.split, case.wide, reverse=True) if len(c) == standard.examples else None
     if result is None:
         return False
-    x = c * sum(a * (p > 0)[::-1] for a, p in zip(by_place, pieces, strict=True))
+    x = c * sum(a * (p > 0)[::-1] for a, p in zip(factors, pieces, strict=True))
     columns = [(a, y.floats) for a, y in zip(x, standard.columns(), strict=True) if y is not None]
     predicted = combined(np.array([a for a, _ in columns]), [y for _, y in columns])
-    turned = case._replace(result=result)
-    return accounts_for(standard, turned, predicted, float(np.abs(x).sum()), standard.combination[1])
+    in_reverse = case._replace(result=result)
+    return accounts_for(standard, in_reverse, predicted, float(np.abs(x).sum()), standard.combination[1])
 
 
 def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
@@ -201,10 +202,10 @@ def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
     return sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
 
 
-def _named(standard: StepStandard, chosen: np.ndarray) -> str:
+def _examples(standard: StepStandard, chosen: np.ndarray) -> str:
     rows = [row for unit, yes in zip(standard.units(), chosen, strict=True) if yes for row in unit]
-    return f"example{'s' if len(rows) > 1 else ''} {shown(rows)}" if rows else ""
+    return f"example{'s' if len(rows) > 1 else ''} {listed(rows)}" if rows else ""
 
 
-def shown(rows: Sequence[int]) -> str:
+def listed(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows[:6])) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")

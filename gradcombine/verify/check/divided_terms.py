@@ -1,4 +1,4 @@
-"""Losses of several terms, each a sum with a denominator of its own: which is divided by what does not count it?"""
+"""Losses of several terms, each a sum with its own denominator: finds terms with a wrong denominator."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gradcombine.verify.check.running import NotWide, Rows
 from gradcombine.verify.check.standard import Floats
 
 Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
-"""From parameters and examples to the gradient of each term's sum over them, and the weight that the sum is over."""
+"""Function of parameters and examples that returns each term's gradient, summed over the examples, and its weight."""
 
 
 class Part(NamedTuple):
-    """The terms of some examples, by their names.
+    """The terms of some examples, by name.
 
     Attributes:
-      sums: the gradient of each.
-      weights: what each is divided by.
+      sums: the gradient of each term's sum.
+      weights: the weight that each sum has to be divided by.
     """
 
     sums: dict[str, Floats]
@@ -31,12 +31,12 @@ class Part(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """One way to divide the terms.
+    """The gradient under one choice of denominators.
 
     Attributes:
-      text: what each is divided by, where it is not what it should be.
+      text: the wrong denominators, in words.
       floats: the gradient.
-      wrong: the parts of it that are divided by something else.
+      wrong: the contributions of terms with a wrong denominator.
     """
 
     text: str
@@ -45,33 +45,33 @@ class Divided(NamedTuple):
 
 
 def measured(standard: StepStandard, terms: Terms, rows: Rows) -> Part:
-    """The terms of some examples, in float64 where one batch has been run in it.
+    """Evaluates the terms on some examples, in float64 if one batch runs in float64.
 
     Raises:
-      GradCombineError: for anything else than pairs by name, and gradients unlike what the step returns.
+      GradCombineError: unless the terms are pairs by name, with gradients like those that the step returns.
     """
     subject, weights = standard.subject, dict[str, float]()
 
     def gradients(params: Any, batch: Any) -> list[Tree]:
-        made = terms(params, batch)
-        weights.update({name: float(pair[1]) for name, pair in made.items()})
-        return [pair[0] for pair in made.values()]
+        pairs = terms(params, batch)
+        weights.update({name: float(pair[1]) for name, pair in pairs.items()})
+        return [pair[0] for pair in pairs.values()]
 
     try:
-        made = subject.of(gradients, subject.rows(rows), wide=standard.wide is not None)
+        leaves = subject.floats_of(gradients, subject.rows(rows), wide=standard.wide is not None)
     except (AttributeError, TypeError, IndexError, NotWide) as error:
         expected = "terms(params, batch) -> {name: (gradient of the sum, weight)}"
         raise invalid(expected, f"{type(error).__name__}: {error}") from error
     like = [x for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats
     count = len(like)
-    if len(made) != count * len(weights) or [x.shape for x in made[:count]] != [x.shape for x in like]:
+    if len(leaves) != count * len(weights) or [x.shape for x in leaves[:count]] != [x.shape for x in like]:
         raise invalid("gradients of terms like those of the step", "others")
-    pairs = zip(weights, range(0, len(made), count), strict=True)
-    return Part({name: made[i : i + count] for name, i in pairs}, weights)
+    starts = zip(weights, range(0, len(leaves), count), strict=True)
+    return Part({name: leaves[i : i + count] for name, i in starts}, weights)
 
 
-def ways(parts: Sequence[Part]) -> Iterator[Divided]:
-    """All ways to divide the terms, the right one first."""
+def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
+    """Yields the gradient for all choices of denominators, beginning with the right one."""
     names, k = list(parts[0].weights), len(parts)
 
     def total(name: str) -> float:
@@ -85,23 +85,24 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
         yield Divided("", summed(name, [total(name)] * k))
         for other in names:
             if other != name:
-                yield Divided(f"{name} by the weight of {other}", summed(name, [total(other)] * k))
+                yield Divided(f"{name} divided by the weight of {other}", summed(name, [total(other)] * k))
         for other in [name, *(other for other in names if other != name)]:
+            text = f"{name} divided by the weight of {other} in each microbatch"
             by_each = [part.weights[other] for part in parts]
-            yield Divided(f"{name} by the weight of {other} in each microbatch", summed(name, [k * x for x in by_each]))
-            yield Divided(f"{name} by the weight of {other} in each microbatch, added up", summed(name, by_each))
+            yield Divided(f"{text}, then averaged", summed(name, [k * x for x in by_each]))
+            yield Divided(f"{text}, then summed", summed(name, by_each))
+        text = f"{name} divided by the weight of {name} in each microbatch, then"
         for other in names:
-            text = f"{name} by the weight of {name} in each microbatch, added up, and by the weight of {other}"
-            yield Divided(text, summed(name, [part.weights[name] * total(other) for part in parts]))
+            divisors = [part.weights[name] * total(other) for part in parts]
+            yield Divided(f"{text} summed and divided by the weight of {other}", summed(name, divisors))
         for other in names:
             if other != name:
-                text = f"{name} by the weight of {name} in each microbatch, which weighs as {other} does"
                 shares = [part.weights[other] / total(other) for part in parts]
                 divisors = [part.weights[name] / x if x else np.inf for part, x in zip(parts, shares, strict=True)]
-                yield Divided(text, summed(name, divisors))
-        yield Divided(f"{name} by the number of microbatches too", summed(name, [k * total(name)] * k))
-        yield Divided(f"{name} by the number of microbatches", summed(name, [float(k)] * k))
-        yield Divided(f"{name} by nothing", summed(name, [1.0] * k))
+                yield Divided(f"{text} averaged with the weights of {other}", summed(name, divisors))
+        yield Divided(f"{name} also divided by the number of microbatches", summed(name, [k * total(name)] * k))
+        yield Divided(f"{name} divided by the number of microbatches only", summed(name, [float(k)] * k))
+        yield Divided(f"{name} not divided", summed(name, [1.0] * k))
         yield Divided(f"{name} left out", summed(name, [np.inf] * k))
 
     for chosen in product(*(list(choices(name)) for name in names)):
@@ -112,29 +113,29 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
 
 
 def require_right(standard: StepStandard, terms: Terms) -> None:
-    """Raises for terms that are not of the right form, or whose sum is not the gradient that one batch gives."""
+    """Raises for malformed terms, and for terms that do not add up to the gradient of one batch."""
     part, shares = _compared(standard, terms)
     worst = int(shares.argmax())
     if shares[worst] > 1:
         raise invalid(
-            f"terms that add up to one batch: {', '.join(part.weights)}",
-            f"{shares[worst]:.3g} times what rounding allows",
+            f"terms that add up to the gradient of one batch: {', '.join(part.weights)}",
+            f"a sum that is {shares[worst]:.3g} times the rounding bound away",
             standard.names[worst],
         )
 
 
 def are_right(standard: StepStandard, terms: Terms) -> bool:
-    """Whether their sum is what one batch gives."""
+    """Whether the terms add up to the gradient of one batch."""
     try:
         return bool(_compared(standard, terms)[1].max() <= 1)
-    except GradCombineError:  # of other shapes
+    except GradCombineError:  # gradients of other shapes
         return False
 
 
 def _compared(standard: StepStandard, terms: Terms) -> tuple[Part, np.ndarray]:
-    """The terms of all examples, and how far their sum is from one batch; new parameters do not tell."""
+    """Returns the terms of all examples, and the distance of their sum from one batch (0 for new parameters)."""
     part = measured(standard, terms, tuple(range(standard.examples)))
     if standard.subject.returns_params:
         return part, np.zeros(1)
-    # In its own precision: a divisor has an epsilon beside the count, which float64 would show.
-    return part, standard.shares(standard.best.floats, next(ways([part])).floats, wide=False, sides=4)
+    # Not in float64, which would reveal an epsilon in a divisor.
+    return part, standard.shares(standard.best.floats, next(divisions([part])).floats, wide=False, sides=4)

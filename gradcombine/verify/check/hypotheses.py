@@ -1,12 +1,11 @@
-"""Why a division does not give what one batch gives: what each known defect would give is computed, and compared.
+"""Explains why a division differs from one batch, by predicting the result of each known defect.
 
-A hypothesis is accepted where it accounts for the whole difference: what it predicts is within rounding of what the
-division gives, in float64 where the step runs in it. None of them is a guess; what no hypothesis accounts for stays
-unexplained.
+A hypothesis is accepted if it explains the full difference: its prediction is within rounding of the division's result,
+in float64 if the step runs in float64. A difference that no hypothesis predicts remains unexplained.
 
-Most are linear. The gradient of one batch is ``sum_e c_e g_e`` over its examples, with weights ``c_e`` that add up to 1
-and are found by least squares; of a division that has lost an example its ``x_e`` is 0, of a mean of means the ``x_e``
-add up to the same in each microbatch, and so on.
+Most hypotheses are linear. The gradient of one batch is ``sum_e c_e g_e`` over its examples, with weights ``c_e`` that
+add up to 1 and are fitted by least squares. The division's gradient is ``sum_e x_e g_e``: if it drops an example, its
+``x_e`` is 0; in a mean of means, the ``x_e`` of each microbatch have the same sum, and so on.
 """
 
 from __future__ import annotations
@@ -31,91 +30,95 @@ from gradcombine.verify.check.case import (
     split_by,
     weights_of,
 )
-from gradcombine.verify.check.combinations import linear, scaled, shown
+from gradcombine.verify.check.combinations import linear, listed, scaled
 from gradcombine.verify.check.inner import HIDDEN, before_update, hidden_by_update
 from gradcombine.verify.check.lines import dividing, line_of
 from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import WHOLE, NotWide, Result, Split
+from gradcombine.verify.check.running import ONE_BATCH, NotWide, Result, Split
 from gradcombine.verify.check.standard import SAME, Floats, flat, over
 from gradcombine.verify.check.step_report import Cause
 
 
 def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
-    """The cause of a difference, figures, and the line of source that it comes from.
+    """Returns the cause of a difference, its detail, and the source line.
 
-    What accounts for all leaves goes first, then what does for all that differ, as where a loss beside them is right,
-    then what does for most of these; then what leaves a little of the difference over, as two causes at once do.
+    Tries hypotheses that explain all leaves, then all leaves that differ (a loss among them may be right), then most of
+    these, and last hypotheses that leave a small part of the difference unexplained, as with two causes at once.
     """
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
-    differ = tuple(np.flatnonzero(shares > 1).tolist())
-    by_order = () if standard.draws else standard.by_places
-    steady = tuple(i for i in differ if i not in by_order)
-    # Leaves that depend on the order of the examples, as a queue in the state does, are no cause where others differ.
-    apart = bool(by_order and steady)
-    rest = steady or differ
-    some, parts = f"in {len(rest)} of {len(shares)} leaves", case._replace(leaves=rest)
+    differing = tuple(np.flatnonzero(shares > 1).tolist())
+    order_dependent = () if standard.draws else standard.order_dependent
+    order_free = tuple(i for i in differing if i not in order_dependent)
+    # Leaves that depend on the order of the examples, such as a queue in the state, are ignored if others differ, too.
+    ignores_leaves = bool(order_dependent and order_free)
+    leaves = order_free or differing
+    in_leaves, part = f"in {len(leaves)} of {len(shares)} leaves", case._replace(leaves=leaves)
+    nearly = f"explains all but {UNEXPLAINED_PART:.0%} or less of the difference, {in_leaves}"
     for answers, text in (
-        (() if apart else _answers(standard, case), ""),
-        (_answers(standard, parts) if len(rest) < len(shares) else (), some),
-        (_most(standard, case, rest), ""),
-        (_nearly(standard, parts._replace(rest=REST)), f"but for {REST:.0%} of the difference at most, {some}"),
+        (() if ignores_leaves else _answers(standard, case), ""),
+        (_answers(standard, part) if len(leaves) < len(shares) else (), in_leaves),
+        (_most(standard, case, leaves), ""),
+        (_nearly(standard, part._replace(unexplained=UNEXPLAINED_PART)), nearly),
     ):
         for cause, detail, *located in answers:
             line = located[0] if located else line_of(cause, detail, standard.subject, case.split)
             return cause, "; ".join(filter(None, (detail, text))), line
-    text = _far(standard, case)
-    if standard.subject.returns_params and not standard.depends_on_places:
-        text += "; gradients in place of new parameters would show more"
+    text = _distance(standard, case)
+    if standard.subject.returns_params and not standard.depends_on_order:
+        text += "; a step that returns gradients instead of new parameters may show more"
     if standard.subject.returns_params and case.terms is not None:
-        text += "; no gradient that reaches the optimizer was found that is the sum of the terms"
+        text += "; no gradient that reaches the optimizer equals the sum of the terms"
     return Cause.UNEXPLAINED, text, ""
 
 
-def case_of(standard: StepStandard, split: Split, own: Result, given: terms.Terms | None) -> Case:
-    """In float64, where the division and one batch run in it."""
+def case_of(standard: StepStandard, split: Split, native: Result, loss_terms: terms.Terms | None) -> Case:
+    """Returns the case of a division, in float64 if the division and one batch run in it."""
     if standard.wide is not None:
         try:
-            return Case(split, standard.in_float64(split, standard.subject.batch), own, wide=True, terms=given)
+            return Case(split, standard.in_float64(split, standard.subject.batch), native, wide=True, terms=loss_terms)
         except NotWide:
             pass
-    return Case(split, own, own, wide=False, terms=given)
+    return Case(split, native, native, wide=False, terms=loss_terms)
 
 
 def _nearly(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Hypotheses that may leave a little over: not those of single rows, which Adam's first step hardly tells apart."""
-    if not standard.depends_on_places:
+    """Tries hypotheses that may leave a small part unexplained.
+
+    Hypotheses about single rows are excluded, because Adam's first step hardly distinguishes them.
+    """
+    if not standard.depends_on_order:
         for cause_of in (moves.added, linear, moves.moved, moves.decayed):
             yield from cause_of(standard, case)
 
 
-REST = 0.03
-"""Part of the difference that a hypothesis may leave over where no exact one is found."""
+UNEXPLAINED_PART = 0.03
+"""Fraction of the difference that a hypothesis may leave unexplained if no exact one is found."""
 
-TOLD = 8
-"""How many elements a leaf has that tells a cause by itself."""
+MIN_ELEMENTS = 8
+"""Minimal number of elements of a leaf that is explained alone."""
 
 
-def _most(standard: StepStandard, case: Case, differ: Sequence[int]) -> Iterator[Answer]:
-    """Hypotheses that account for most of the leaves that differ, each by itself."""
-    found: dict[Cause, list[tuple[int, str]]] = {}
-    for i in differ:
+def _most(standard: StepStandard, case: Case, differing: Sequence[int]) -> Iterator[Answer]:
+    """Yields causes that explain most of the leaves that differ, each leaf alone."""
+    by_cause: dict[Cause, list[tuple[int, str]]] = {}
+    for i in differing:
         alone = case._replace(leaves=(i,))
-        if standard.best.floats[i].size >= TOLD:
+        if standard.best.floats[i].size >= MIN_ELEMENTS:
             for cause, detail, *_ in chain(_microbatches(standard, alone), linear(standard, alone)):
-                found.setdefault(cause, []).append((i, detail))
+                by_cause.setdefault(cause, []).append((i, detail))
                 break
     sizes = [x.size for x in standard.best.floats]
-    for cause, where in found.items():
-        if 2 * sum(sizes[i] for i, _ in where) > sum(sizes[i] for i in differ):
-            yield cause, f"{where[0][1]}; seen in {', '.join(standard.names[i] for i, _ in where[:3])}, not in all"
+    for cause, seen in by_cause.items():
+        if 2 * sum(sizes[i] for i, _ in seen) > sum(sizes[i] for i in differing):
+            yield cause, f"{seen[0][1]}; seen in {', '.join(standard.names[i] for i, _ in seen[:3])}, not in all leaves"
 
 
 def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     yield from _counted(standard, case)
     if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
-        yield Cause.PRECISION, "in float64 it equals one batch: its own additions round by more than one batch's do"
+        yield Cause.PRECISION, "in float64 it equals one batch, so its additions round too coarsely"
         return
-    if standard.depends_on_places and case.leaves is None:
+    if standard.depends_on_order and case.leaves is None:
         yield from _random(standard, case)
         return
     yield from moves.added(standard, case)
@@ -139,77 +142,74 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     yield from elements.narrow(standard, case)
 
 
-def _far(standard: StepStandard, case: Case) -> str:
+def _distance(standard: StepStandard, case: Case) -> str:
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     worst = int(shares.argmax())
-    kind = "float64" if case.wide else "its own precision"
-    return f"{shares[worst]:.3g} times what rounding allows, in {kind}, in {standard.names[worst]}"
+    precision = "float64" if case.wide else "the step's precision"
+    return f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
 
 
-# --- what needs no examples ---
+# --- hypotheses that do not use the results of single examples ---
 
 
 def _counted(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Integers of the result, as counts of steps are."""
-    for a, b in zip(standard.own.integers, case.own.integers, strict=True):
+    """Compares integers of the result, such as step counts."""
+    for a, b in zip(standard.native.integers, case.native.integers, strict=True):
         if a.shape == b.shape and np.any(a != b):
             at = np.unravel_index(np.argmax(a != b), a.shape)
-            yield Cause.COUNTED, f"an integer of the result is {b[at]} in place of {a[at]}"
+            yield Cause.COUNTED, f"an integer in the result is {b[at]} instead of {a[at]}"
             return
 
 
 def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Copies of one microbatch: with one key for all of them they give what fewer copies give."""
+    """Runs copies of one microbatch: if all use the same key, the number of copies does not change the result."""
     subject, k = standard.subject, case.split.microbatches
     if not standard.draws:
         yield Cause.NEIGHBOURS, "no random numbers are drawn"
         return
     size = subject.examples // k if subject.examples % k == 0 else 1
     first = list(range(size))
-    others = [x for x in (WHOLE, Split(2), Split(k + 1)) if x.microbatches != k]
+    others = [x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k]
     run = standard.in_float64 if case.wide else subject.divided
-    made = run(case.split, subject.rows(first * (k * case.split.devices)))
+    result = run(case.split, subject.rows(first * (k * case.split.devices)))
     for other in others:
         try:
             copies = run(other, subject.rows(first * other.microbatches))
         except (NotWide, ValueError):
             continue
-        if standard.shares(made.floats, copies.floats, case.wide).max() <= 1:
-            text = (
-                f"{k} copies of a microbatch give what {other.microbatches} give: no other numbers are drawn for them"
-            )
-            yield Cause.KEY, text
+        if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
+            yield Cause.KEY, f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
             return
-    yield Cause.RANDOM, "so divisions cannot be compared; keys that belong to the examples can be"
+    yield Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can"
 
 
 def _divided(standard: StepStandard, case: Case) -> Iterator[Located]:
-    """The terms of the loss, each divided by something that is known: the nearest of these, the first of equals."""
+    """Tries known divisors of each term of the loss; the first of the closest predictions wins."""
     if case.terms is None or standard.subject.returns_params:
         return
-    whole = terms.measured(standard, case.terms, tuple(range(standard.examples)))
-    # Beside each count stands an epsilon, which weighs more where the count is that of a microbatch.
+    all_terms = terms.measured(standard, case.terms, tuple(range(standard.examples)))
+    # Divisors may include an epsilon, whose effect is larger with the smaller count of a microbatch.
     right = case._replace(result=standard.best)
-    epsilons = distances(standard, right, next(terms.ways([whole])).floats, 4)[0]
+    epsilons = distances(standard, right, next(terms.divisions([all_terms])).floats, 4)[0]
     for name, pieces in partitions(standard.examples, case.split).items():
-        ways = list(terms.ways([terms.measured(standard, case.terms, rows) for rows in pieces]))
-        off = max(1.0, 2 * len(pieces) * epsilons)
-        near = [distances(standard, case, way.floats, len(pieces))[0] for way in ways]
-        way = next(way for way, x in zip(ways, near, strict=True) if x <= max(1.0, 2 * min(near)))
-        if way.text and accounts_for(standard, case, way.floats, len(pieces), off=off):
-            yield Cause.DENOMINATOR, way.text + split_by(name), dividing(standard.subject, case.split, way.wrong)
+        candidates = list(terms.divisions([terms.measured(standard, case.terms, rows) for rows in pieces]))
+        tolerance = max(1.0, 2 * len(pieces) * epsilons)
+        near = [distances(standard, case, x.floats, len(pieces))[0] for x in candidates]
+        best = next(x for x, distance in zip(candidates, near, strict=True) if distance <= max(1.0, 2 * min(near)))
+        if best.text and accounts_for(standard, case, best.floats, len(pieces), tolerance=tolerance):
+            yield Cause.DENOMINATOR, best.text + split_by(name), dividing(standard.subject, case.split, best.wrong)
             return
 
 
-# --- what is a combination of microbatches ---
+# --- combinations of microbatches ---
 
 
 def _microbatches(standard: StepStandard, case: Case, copied: bool = True) -> Iterator[Answer]:
-    """The mean, or the sum, of what one batch makes of each microbatch, where it makes something else of all.
+    """Tries the mean and the sum of one batch's results for each microbatch, for leaves that are no linear combination.
 
     Args:
-      copied: whether a microbatch is copied to the size of the batch, whose program is compiled already. Where a
-        divisor has a floor, as max(count, 1), the copies give something else.
+      copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has a
+        minimum, as in max(count, 1), this changes the result.
     """
     if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
         return
@@ -218,170 +218,173 @@ def _microbatches(standard: StepStandard, case: Case, copied: bool = True) -> It
         if any(part is None for part in parts):
             continue
         floats = [part.floats for part in parts if part is not None]
-        weighed = weights_of(standard, pieces)
-        free = standard.nearest(case.result.floats, floats, case.wide, case.leaves)
-        if free is not None and abs(free.sum() - 1) < SAME:
-            weighed.append(free / free.sum())
-        weighed.append(np.ones(len(pieces)))
-        for weights in weighed:
+        candidates = weights_of(standard, pieces)
+        fitted = standard.nearest(case.result.floats, floats, case.wide, case.leaves)
+        if fitted is not None and abs(fitted.sum() - 1) < SAME:
+            candidates.append(fitted / fitted.sum())
+        candidates.append(np.ones(len(pieces)))
+        for weights in candidates:
             if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
                 continue
             lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
             if lost:
                 kept = tuple(row for row in range(standard.examples) if row not in lost)
                 cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
-                yield cause, f"examples {shown(lost)} are missing{split_by(name)}"
+                yield cause, f"examples {listed(lost)} are missing{split_by(name)}"
                 return
-            norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
+            norm = _common_norm(
+                [standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)]
+            )
             if norm is not None:
                 yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{split_by(name)}"
             elif weights.sum() > 1 + SAME:
                 cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
-                yield cause, f"it is the sum of what each microbatch gives by itself{split_by(name)}"
+                yield cause, f"it is the sum of the microbatches' separate results{split_by(name)}"
             elif np.ptp(weights) < SAME and (total := standard.total) is not None:
-                text = f"examples by themselves weigh {total:.4g} together in one batch"
+                text = f"the weights of the single examples' results add up to {total:.4g} in one batch"
                 yield Cause.MEAN_OF_MEANS, text + split_by(name)
             elif standard.excluded:
                 low, high, best = weights.min(), weights.max(), flat(standard.best.floats)
                 equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
-                part = over(float(np.linalg.norm(flat(case.result.floats) - best)), float(np.linalg.norm(best)))
-                text = f"the mean of what each gives by itself, with {equal}; {part:.2g} of one batch's norm away"
+                distance = over(float(np.linalg.norm(flat(case.result.floats) - best)), float(np.linalg.norm(best)))
+                text = f"the mean of their separate results, with {equal}, is {distance:.2g} of one batch's norm away"
                 yield Cause.STATISTICS, text + split_by(name)
             return
 
 
-def _one_norm(results: Sequence[Floats]) -> str | None:
-    """The norm, or the largest element, that the longest results have in common, different as they are."""
+def _common_norm(results: Sequence[Floats]) -> str | None:
+    """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound."""
     vectors = [flat(floats) for floats in results]
-    norms, highest = [float(np.linalg.norm(x)) for x in vectors], [_bound(np.abs(x)) for x in vectors]
-    for values, text in ((norms, "a norm of {:.6g}"), (highest, "a largest element of {:.6g}")):
+    norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
+    for values, text in ((norms, "a norm of {:.6g}"), (maxima, "a largest element of {:.6g}")):
         top = max(values)
-        longest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
-        if top > 0 and any(np.abs(x - longest[0]).max() > SAME * top for x in longest):
+        largest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
+        if top > 0 and any(np.abs(x - largest[0]).max() > SAME * top for x in largest):
             return text.format(top)
     return None
 
 
-def _bound(sizes: np.ndarray) -> float:
-    """The largest one, if several are as large, as clipped elements are; else 0."""
+def _repeated_maximum(sizes: np.ndarray) -> float:
+    """Returns the maximum if several elements share it, as after clipping by value; else 0."""
     *_, second, first = np.sort(np.append(sizes, [0, 0]))
     return float(first) if second >= first * (1 - 1e-5) else 0.0
 
 
 def _before_update(standard: StepStandard, case: Case) -> Iterator[Located]:
-    """The cause of the difference between the gradients that reach an optimizer."""
+    """Explains the difference between the gradients that reach an optimizer."""
     if not standard.subject.returns_params or case.leaves is not None:
         return
     for inner in before_update(standard, case):
-        own = inner.subject.divided(case.split, inner.subject.batch)
-        known = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
-        cause, detail, line = explain(inner, case_of(inner, case.split, own, known))
+        native = inner.subject.divided(case.split, inner.subject.batch)
+        loss_terms = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
+        cause, detail, line = explain(inner, case_of(inner, case.split, native, loss_terms))
         standard.reached = True
         if cause is not Cause.UNEXPLAINED:
             yield cause, f"{detail}; in the gradient that reaches the optimizer", line
             return
 
 
-def hidden(standard: StepStandard, split: Split, given: terms.Terms | None) -> tuple[Cause, str, str] | None:
-    """The cause of a difference of gradients that the optimizer hides; results are equal.
+def hidden(standard: StepStandard, split: Split, loss_terms: terms.Terms | None) -> tuple[Cause, str, str] | None:
+    """Explains a difference of gradients that the optimizer hides, so that results are equal.
 
-    None where there is no difference, or one that may be meant, as by a loss scale.
+    Returns None if there is no difference, or one that may be intended, such as a loss scale.
     """
-    found: tuple[Cause, str, str] | None = None
+    answer: tuple[Cause, str, str] | None = None
     for inner in hidden_by_update(standard, split):
-        own = inner.subject.divided(split, inner.subject.batch)
-        known = given if given is not None and terms.are_right(inner, given) else None
-        cause, detail, line = explain(inner, case_of(inner, split, own, known))
+        native = inner.subject.divided(split, inner.subject.batch)
+        inner_terms = loss_terms if loss_terms is not None and terms.are_right(inner, loss_terms) else None
+        cause, detail, line = explain(inner, case_of(inner, split, native, inner_terms))
         if cause in CERTAIN:
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
-        if not _is_scaled(flat(inner.best.floats), flat(own.floats)):
-            found = Cause.UNEXPLAINED, "a difference of the gradients that reach the optimizer, which hides it here", ""
-    return found
+        if not _is_scaled(flat(inner.best.floats), flat(native.floats)):
+            text = "a difference of the gradients that reach the optimizer, which hides it in this step"
+            answer = Cause.UNEXPLAINED, text, ""
+    return answer
 
 
 CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, Cause.DENOMINATOR)
-"""Causes of which the division's gradient is what they predict to the last digits: no loss scale looks like them."""
+"""Causes that predict a gradient to the last digit, so they are not confused with a loss scale."""
 
 
-def _is_scaled(whole: np.ndarray, made: np.ndarray) -> bool:
+def _is_scaled(one: np.ndarray, divided: np.ndarray) -> bool:
     """Whether one gradient is the other one times a factor."""
-    factor = float(whole @ made) / max(float(whole @ whole), 1e-300)
-    return float(np.linalg.norm(made - factor * whole)) <= HIDDEN * float(np.linalg.norm(made))
+    factor = float(one @ divided) / max(float(one @ one), 1e-300)
+    return float(np.linalg.norm(divided - factor * one)) <= HIDDEN * float(np.linalg.norm(divided))
 
 
-# --- what one batch gives of other numbers of its examples, where nothing is linear ---
+# --- one batch with repeated or missing examples, for nonlinear steps ---
 
 MOST_ROWS = 256
-"""Of a batch in which examples are repeated."""
+"""Maximal size of a batch in which examples are repeated."""
 
 
 def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """The whole step on a batch of other numbers of its examples, as Adam or clipping of the mean make it necessary."""
+    """Runs the full step on batches with repeated or missing examples, for Adam or clipping of the mean."""
     n = standard.examples
     if standard.reached or not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
-        return  # of the gradient it has been seen, at less cost: each number of rows is compiled by itself
-    units = np.arange(n)
-    for cause, detail, times in chain(_as_means(standard, case), _as_lost(n, case)):
-        if times.sum() > MOST_ROWS:
+        return  # explained by the gradient, at a lower cost: each number of rows needs a compilation
+    examples = np.arange(n)
+    for cause, detail, repeats in chain(_as_means(standard, case), _as_lost(n, case)):
+        if repeats.sum() > MOST_ROWS:
             continue
-        rows = np.repeat(units, times.astype(int))
-        made = standard.one(rows.tolist())
-        if made is not None and accounts_for(standard, case, made.floats, 1):
-            yield cause, f"{detail}: one batch of {len(rows)} rows that holds them so gives it"
+        rows = np.repeat(examples, repeats.astype(int))
+        result = standard.one(rows.tolist())
+        if result is not None and accounts_for(standard, case, result.floats, 1):
+            yield cause, f"{detail}: confirmed by one batch of {len(rows)} rows with the same weights"
             return
 
 
 def _as_lost(n: int, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
     for rows in on_devices(n, case.split):
-        yield Cause.NOT_EXCHANGED, f"it is what rows {shown(rows)} give", 1.0 * np.isin(np.arange(n), rows)
+        yield Cause.NOT_EXCHANGED, f"it is the result of rows {listed(rows)}", 1.0 * np.isin(np.arange(n), rows)
     for name, pieces in partitions(n, case.split).items():
         for rows in pieces:
             inside = np.isin(np.arange(n), rows)
-            yield Cause.LOST, f"rows {shown(rows)}{split_by(name)}", 1 - inside
-            yield Cause.DOUBLED, f"rows {shown(rows)}{split_by(name)}", 1 + inside
+            yield Cause.LOST, f"rows {listed(rows)}{split_by(name)}", 1 - inside
+            yield Cause.DOUBLED, f"rows {listed(rows)}{split_by(name)}", 1 + inside
 
 
 def _as_means(standard: StepStandard, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """Microbatches of the same weight, if an example counts as much as a leaf of the batch says, as masks do."""
+    """Gives microbatches equal weights, with counts of the examples from a leaf of the batch such as a mask."""
     n = standard.examples
     for counts in standard.counts():
         for name, pieces in partitions(n, case.split).items():
             weights = [int(counts[list(rows)].sum()) for rows in pieces]
             if np.all(counts == np.round(counts)) and min(weights) > 0 and len(set(weights)) > 1:
-                times, least = np.zeros(n, object), lcm(*weights)  # of many counts it is beyond 64 bits
+                repeats, multiple = np.zeros(n, object), lcm(*weights)  # may exceed 64 bits
                 for rows, weight in zip(pieces, weights, strict=True):
-                    times[list(rows)] = least // weight
-                text = f"they count {min(weights)} to {max(weights)} in one batch{split_by(name)}"
-                yield Cause.MEAN_OF_MEANS, text, times
+                    repeats[list(rows)] = multiple // weight
+                text = f"they weigh from {min(weights)} to {max(weights)} in one batch{split_by(name)}"
+                yield Cause.MEAN_OF_MEANS, text, repeats
 
 
 def _padded(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Rows of zeros that fill up the last microbatch."""
-    n, k = standard.examples, case.split.microbatches * case.split.devices
-    more = -n % k
-    if not more:
+    """Tries rows of zeros that pad the last microbatch."""
+    n, parts = standard.examples, case.split.microbatches * case.split.devices
+    padding = -n % parts
+    if not padding:
         return
     subject = standard.subject
     try:
-        zeros = subject.wide(WHOLE, subject.zeros()) if standard.wide else subject.run(WHOLE, subject.zeros())
+        zeros = subject.wide(ONE_BATCH, subject.zeros()) if standard.wide else subject.run(ONE_BATCH, subject.zeros())
     except (NotWide, ValueError):
         return
-    predicted = [(n * x + more * z) / (n + more) for x, z in zip(standard.best.floats, zeros.floats, strict=True)]
+    predicted = [(n * x + padding * z) / (n + padding) for x, z in zip(standard.best.floats, zeros.floats, strict=True)]
     if accounts_for(standard, case, predicted, 2, standard.combination[1]):
-        yield Cause.PLACEHOLDERS, f"{more} rows of zeros fill up the last microbatch, and count as examples"
+        yield Cause.PLACEHOLDERS, f"the last microbatch is padded with {padding} rows of zeros"
 
 
 def _ignored(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Whether the division depends on an example that one batch ignores, whatever it holds."""
+    """Tests whether the division depends on the contents of an example that one batch ignores."""
     c, subject, n = standard.weights, standard.subject, standard.examples
     if c is None or len(c) != n or not np.any(c == 0):
         return
     real, ignored = int(np.argmax(c)), int(np.argmax(c == 0))
     for batch in subject.with_row_of(ignored, real):
-        whole, other = standard.subject.divided(WHOLE, batch), standard.subject.divided(case.split, batch)
+        one, divided = subject.divided(ONE_BATCH, batch), subject.divided(case.split, batch)
         if (
-            standard.shares(whole.floats, standard.own.floats, wide=False).max() <= 1
-            and standard.shares(other.floats, case.own.floats, wide=False).max() > 1
+            standard.shares(one.floats, standard.native.floats, wide=False).max() <= 1
+            and standard.shares(divided.floats, case.native.floats, wide=False).max() > 1
         ):
-            yield Cause.PLACEHOLDERS, f"one batch ignores what example {ignored} holds, this division does not"
+            yield Cause.PLACEHOLDERS, f"one batch ignores the contents of example {ignored}, this division does not"
             return

@@ -1,8 +1,8 @@
-"""Keras on TensorFlow, observed from outside.
+"""Observes Keras accumulations on TensorFlow from outside.
 
-What reaches the optimizer is seen through plain gradient descent of rate 1 in its place, on variables that are zero:
-they become the negative gradient, to the bit. What the optimizer itself makes of it is held against a copy without
-accumulation.
+The gradient that reaches the optimizer is observed with SGD of learning rate 1 instead of the optimizer, on variables
+that are zero: they become the exact negative gradient. The optimizer's updates are compared with those of a copy
+without accumulation.
 """
 
 # pyright: standard
@@ -24,13 +24,13 @@ Wrap = Callable[[Any, int], Any]
 
 
 class KerasTraining:
-    """A loss in TensorFlow, a Keras optimizer, and the accumulation around it."""
+    """A TensorFlow loss, a Keras optimizer, and the accumulation around it."""
 
     def __init__(self, loss: Callable[[Any, Any], Any], inner: Any, wrap: Wrap) -> None:
         if keras.backend.backend() != "tensorflow":
             raise invalid("the TensorFlow backend of Keras", keras.backend.backend())
         self._loss, self._inner, self._wrap = loss, inner, wrap
-        self._gradient = tf.function(self._differentiated, reduce_retracing=True)
+        self._gradient = tf.function(self._eager_gradient, reduce_retracing=True)
 
     def gradient(self, params: Any, microbatch: Any) -> list[tf.Tensor | None]:
         return self._gradient(_tensors(params), _tensors(microbatch))
@@ -38,7 +38,7 @@ class KerasTraining:
     def start(self, microbatches: int, params: Any, alone: bool) -> KerasRun:
         return KerasRun(lambda inner: self._wrap(inner, microbatches), None if alone else self._inner, params)
 
-    def _differentiated(self, params: Any, microbatch: Any) -> Any:
+    def _eager_gradient(self, params: Any, microbatch: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(params)
             loss = self._loss(params, microbatch)
@@ -47,58 +47,63 @@ class KerasTraining:
 
 
 class KerasRun:
-    """One training, with the optimizer under test, the plain one and the copy side by side."""
+    """A sequence of updates of the optimizer under test, of SGD in its place, and of a copy without accumulation."""
 
     def __init__(self, wrap: Callable[[Any], Any], inner: Any | None, params: Any) -> None:
         self._shapes = [np.asarray(x) for x in tree.flatten(params)[0]]
-        self._plain, self._arrived = wrap(keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
-        self._real, self._values, self._copy, self._copied = None, [], None, []
+        self._sgd, self._negative_gradient = wrap(keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
+        self._tested, self._params, self._copy, self._copy_params = None, [], None, []
         if inner is not None:
-            self._real, self._values = wrap(_fresh(inner)), self._variables(np.asarray)
-            self._copy, self._copied = _fresh(inner), self._variables(np.asarray)
-            self._copy.build(self._copied)
-        self._since = 0
+            self._tested, self._params = wrap(_fresh(inner)), self._variables(np.asarray)
+            self._copy, self._copy_params = _fresh(inner), self._variables(np.asarray)
+            self._copy.build(self._copy_params)
+        self._steps_since_call = 0
 
     def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
-        del extra  # Keras takes none
-        self._since += 1
+        del extra  # for optax only
+        self._steps_since_call += 1
         tensors = [None if x is None else tf.convert_to_tensor(x) for x in gradient]
-        self._plain.apply(tensors, self._arrived)
-        reached: Leaves = [-x.numpy() for x in self._arrived]
+        self._sgd.apply(tensors, self._negative_gradient)
+        reached: Leaves = [-x.numpy() for x in self._negative_gradient]
         calls = int(any(np.any(x != 0) for x in reached if x is not None))
-        for variable in self._arrived:
+        for variable in self._negative_gradient:
             variable.assign(tf.zeros_like(variable))
         moved, counted, changed = False, calls, False
-        if self._real is not None:
-            moved, counted, changed = self._trained(tensors, reached, calls)
-        self._since = 0 if calls else self._since
+        if self._tested is not None:
+            moved, counted, changed = self._apply(tensors, reached, calls)
+        self._steps_since_call = 0 if calls else self._steps_since_call
         return Outcome(moved, counted, reached if calls else None, changed)
 
-    def _trained(self, tensors: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
-        """Whether the parameters move, by how much the schedule's count grows, whether they move as the copy's do."""
-        assert self._real is not None and self._copy is not None
-        before = [x.numpy() for x in self._values]
-        rates = [float(x.learning_rate) if calls else 0.0 for x in (self._real, self._copy)]
-        self._real.apply(tensors, self._values)
-        after = [x.numpy() for x in self._values]
+    def _apply(self, tensors: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
+        """Applies a gradient.
+
+        Returns:
+          Whether the parameters move, the growth of the schedule's count, whether they move differently from the copy.
+        """
+        assert self._tested is not None and self._copy is not None
+        before = [x.numpy() for x in self._params]
+        rates = [float(x.learning_rate) if calls else 0.0 for x in (self._tested, self._copy)]
+        self._tested.apply(tensors, self._params)
+        after = [x.numpy() for x in self._params]
         moved = any(np.any(a != b) for a, b in zip(before, after, strict=True))
         if not calls:
             return moved, 0, False
         self._copy.apply(
             [None if g is None or x is None else tf.convert_to_tensor(x) for g, x in zip(tensors, reached, strict=True)]
         )
-        changed = any(np.any(x.numpy() != y) for x, y in zip(self._copied, after, strict=True))
-        for variable, value in zip(self._copied, after, strict=True):
+        changed = any(np.any(x.numpy() != y) for x, y in zip(self._copy_params, after, strict=True))
+        for variable, value in zip(self._copy_params, after, strict=True):
             variable.assign(value)
-        slow = rates[0] == rates[1]
-        return moved, calls if slow else self._since, changed and slow
+        # The learning rates differ if the schedule of the tested optimizer counts microbatches.
+        same_rate = rates[0] == rates[1]
+        return moved, calls if same_rate else self._steps_since_call, changed and same_rate
 
     def _variables(self, value: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
         return [keras.Variable(value(x), dtype=x.dtype.name, name=f"v{i}") for i, x in enumerate(self._shapes)]
 
 
 def _fresh(optimizer: Any) -> Any:
-    """An optimizer of the same settings, at its beginning."""
+    """Returns an optimizer with the same configuration and a new state."""
     return type(optimizer).from_config(optimizer.get_config())
 
 

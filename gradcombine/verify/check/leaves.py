@@ -1,4 +1,4 @@
-"""The leaves of a step: what of its arguments and results is an array, in which precision, and which rows."""
+"""Leaves of a step's arguments and results: which of them are arrays, conversions of dtype and framework, rows."""
 
 from __future__ import annotations
 
@@ -16,61 +16,62 @@ from gradcombine.types import Tree
 from gradcombine.verify.compare.ulp import kind_of
 
 NUMBERS = bool, int, float, complex
-"""Of Python: they enter steps as they are."""
+"""Python numbers, which are passed to steps unchanged."""
 
 
 def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
-    """The leaves of a tree, rows of TensorFlow and what is no array (names, functions) among them; its structure."""
+    """Flattens a tree; IndexedSlices, PyTorch objects and static nodes (names, functions) are leaves."""
     return tree.flatten(value, is_leaf=lambda node: _is_sparse(node) or _is_static(node) or is_torch(node))
 
 
 def examples(batch: Tree) -> int:
-    """How many examples a batch has: the length of the first axis, which all leaves but scalars share."""
+    """Returns the length of the first axis, which all leaves except scalars share."""
     leaves, structure = flattened(batch)
-    found: tuple[str, int] | None = None
+    first: tuple[str, int] | None = None
     for path, leaf in zip(structure.paths(), leaves, strict=True):
         shape = shape_of(leaf) if is_there(leaf) else ()
         if not shape:
             continue
-        if found and shape[0] != found[1]:
-            expected = f"{found[1]} examples along the first axis, as in {found[0] or 'the first leaf'}"
+        if first and shape[0] != first[1]:
+            expected = f"{first[1]} examples along the first axis, as in {first[0] or 'the first leaf'}"
             raise invalid(expected, shape[0], path)
-        found = found or (path, shape[0])
-    if found is None or found[1] < 2:
-        raise invalid("a batch of two examples or more", "none" if found is None else found[1])
-    return found[1]
+        first = first or (path, shape[0])
+    if first is None or first[1] < 2:
+        raise invalid("a batch of two examples or more", "none" if first is None else first[1])
+    return first[1]
 
 
-def as_kind(array: np.ndarray, like: Any) -> Any:
-    """A NumPy array as an array of the framework of another one, uncommitted to any device."""
+def as_framework_of(array: np.ndarray, like: Any) -> Any:
+    """Converts a NumPy array to the framework of ``like``, with its sharding if that spans several devices."""
     backend = owner(like)
     if backend is not None and backend.name == "jax":
-        made = sys.modules["jax"].numpy.array(array)
+        converted = sys.modules["jax"].numpy.array(array)
         sharding = getattr(like, "sharding", None)
-        split = sharding is not None and len(sharding.device_set) > 1 and like.shape == array.shape
-        return sys.modules["jax"].device_put(made, sharding) if split else made
+        sharded = sharding is not None and len(sharding.device_set) > 1 and like.shape == array.shape
+        return sys.modules["jax"].device_put(converted, sharding) if sharded else converted
     if backend is not None and backend.name == "tensorflow":
         return sys.modules["tensorflow"].constant(array)
     return array
 
 
 def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that changes each element at random by up to ``unit`` of itself; zeros by ``zero`` times it.
+    """Returns a function that perturbs each element by a random relative error of up to ``unit``.
 
-    No sign changes: states hold squares, and roots are taken of them.
+    Zeros become positive numbers of up to ``zero * unit``. No sign changes, because optimizer states hold squares whose
+    root is taken.
     """
     rng = np.random.default_rng(seed)
 
-    def changed(x: np.ndarray) -> np.ndarray:
+    def perturb(x: np.ndarray) -> np.ndarray:
         wide = widened(x)
-        moves = unit * rng.uniform(-1, 1, x.shape)
-        return np.where(wide == 0, zero * np.abs(moves), wide + moves * wide).astype(x.dtype)
+        errors = unit * rng.uniform(-1, 1, x.shape)
+        return np.where(wide == 0, zero * np.abs(errors), wide + errors * wide).astype(x.dtype)
 
-    return changed
+    return perturb
 
 
 def copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
-    """An array that a step may donate, wide or changed where asked."""
+    """Returns a copy that a step may donate, optionally in float64 and perturbed by ``noise``."""
     if _is_key(x):
         random = sys.modules["jax"].random
         return random.wrap_key_data(array_of(x).copy(), impl=random.key_impl(x))
@@ -78,13 +79,13 @@ def copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None)
         return x
     array = array_of(x)
     if not is_float_dtype(array.dtype):
-        return as_kind(array.copy(), x)
+        return as_framework_of(array.copy(), x)
     array = widened(array) if wide else array.copy()
-    return as_kind(array if noise is None else noise(array), x)
+    return as_framework_of(array if noise is None else noise(array), x)
 
 
 def _is_array(x: Any) -> bool:
-    """Whether NumPy can hold a leaf; a typed random key of JAX it can not."""
+    """Whether a leaf converts to NumPy without loss, unlike a typed JAX random key."""
     return not isinstance(x, NUMBERS) and not _is_key(x)
 
 
@@ -94,7 +95,7 @@ def _is_key(x: Any) -> bool:
 
 
 def are_counts(x: Any) -> bool:
-    """Whether an array holds whole numbers alone, as a mask or numbers of tokens: no rounding has made them."""
+    """Whether a float array holds integers only, such as a mask or token counts, which carry no rounding error."""
     array = array_of(x) if is_float(x) else np.zeros(0)
     return bool(np.all(widened(array) == np.round(widened(array))))
 
@@ -108,30 +109,30 @@ def is_float_dtype(dtype: np.dtype) -> bool:
 
 
 def widened(x: np.ndarray) -> np.ndarray:
-    """In float64, or complex128."""
+    """Returns the array in float64 or complex128."""
     return x.astype(np.complex128 if kind_of(x.dtype) == "complex" else np.float64)
 
 
 def as_floats(x: np.ndarray) -> np.ndarray:
-    """In float64, complex numbers as pairs."""
+    """Returns the array in float64, with complex numbers as pairs along a last axis."""
     wide = widened(x)
     return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
 
 
 def _is_sparse(x: Any) -> bool:
-    """Whether a node is TensorFlow's gradient of some rows, which counts as a dense one."""
+    """Whether a node is a tf.IndexedSlices gradient, which is treated as a dense array."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and isinstance(x, tf.IndexedSlices)
 
 
 def is_torch(x: Any) -> bool:
-    """Whether a node is PyTorch's: a tensor, a module or an optimizer."""
+    """Whether a node is a PyTorch tensor, module or optimizer."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
 
 
 def _is_static(x: Any) -> bool:
-    """Whether a node is no array and holds none: a name, a type or a function, which enters steps as it is."""
+    """Whether a node is passed to steps unchanged because it holds no arrays: a name, a type or a function."""
     if isinstance(x, (str, bytes, type, Enum)):
         return True
     return callable(x) and owner(x) is None and all(backend.split(x) is None for backend in loaded())
@@ -157,4 +158,4 @@ def shape_of(x: Any) -> tuple[int, ...]:
 def taken(x: Any, rows: np.ndarray) -> Any:
     if not is_there(x) or not shape_of(x):
         return x
-    return x[rows] if _is_key(x) else as_kind(array_of(x)[rows], x)
+    return x[rows] if _is_key(x) else as_framework_of(array_of(x)[rows], x)

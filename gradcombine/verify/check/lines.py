@@ -1,9 +1,9 @@
-"""The line of a step's source that a cause comes from, where its program in JAX has one line that can be meant.
+"""Finds the source line of a defect in the JAX program of a step, if exactly one line can be meant.
 
-A mean of means divides by the number of microbatches, or of parts on all devices: by 2 where there are 2 of them, by 4
-where there are 4; or by the counter of `optax.MultiSteps`, where that is updated more than once. A term of the loss is
-divided where it becomes smaller by as much as a divisor becomes larger. An accumulator that is too narrow is added to,
-in its own dtype, within a scan.
+A mean of means is a division by the number of microbatches, or of parts on all devices, which changes with this number;
+or an update of `optax.MultiSteps`, which divides by its counter. The divisor of a term of the loss is found by
+multiplying each divisor in turn by a factor and observing the term. A narrow accumulator is an addition in a narrow
+dtype to a value that a scan carries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import BY_NUMBER
 from gradcombine.verify.check.leaves import is_float_dtype
 from gradcombine.verify.check.retyping import operations
-from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Floats, flat
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
@@ -34,87 +34,90 @@ NOT_OF_USERS = (*LIBRARIES, "/gradcombine/verify/", "/lib/python3")
 
 
 def line_of(cause: Cause, detail: str, subject: Subject, split: Split) -> str:
-    """The file and line, as "step.py:12"; empty where none is known, or several could be meant."""
+    """Returns the file and line of a cause, as "step.py:12"; empty if there is no line, or several."""
     shapes = {x.shape for _, x in subject.param_leaves}
-    found = set[Line]()
+    lines = set[Line]()
     if cause is Cause.MEAN_OF_MEANS or (cause is Cause.SCALED and BY_NUMBER in detail):
-        found = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
+        lines = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
-        found = set(_narrow_sums(_program(subject, split), shapes))
-    return in_words(*found.pop()) if len(found) == 1 else ""
+        lines = set(_narrow_sums(_program(subject, split), shapes))
+    return in_words(*lines.pop()) if len(lines) == 1 else ""
 
 
 def dividing(subject: Subject, split: Split, terms: Sequence[Floats]) -> str:
-    """The line where each of these parts of a division's result is divided, by a number that is computed if there is
-    such a line; empty where one of them has none or several."""
+    """Returns the lines that divide these terms of a division's result; empty unless there is one line per term.
+
+    Lines that divide by a computed number are preferred to those that divide by a constant.
+    """
     divisions = [x for x in _program(subject, split) if x.primitive.name == "div"]
     computed = {line for x in divisions if not hasattr(x.invars[1], "val") for line in _users_line(x)}
     lines = [*dict.fromkeys(line for x in divisions for line in _users_line(x))]
-    places = {line: i for i, line in enumerate(lines)}
-    moved = np.ones((1 + len(lines), len(lines))) + STEP * np.eye(1 + len(lines), len(lines), -1)
+    indices = {line: i for i, line in enumerate(lines)}
+    factors = np.ones((1 + len(lines), len(lines))) + STEP * np.eye(1 + len(lines), len(lines), -1)
     try:
-        results = subject.scaled(split, lambda x: places.get(next(_users_line(x), ("", 0))), moved.tolist())
+        results = subject.scaled(split, lambda x: indices.get(next(_users_line(x), ("", 0))), factors.tolist())
     except (NotWide, NotFiniteError):
         return ""
-    still, *others = [flat(x.floats) for x in results]
+    base, *scaled = [flat(x.floats) for x in results]
     parts = [flat(x) for x in terms]
-    matrix = np.stack([*parts, still - np.sum(parts, axis=0)], axis=1)
-    found: list[list[Line]] = [[] for _ in parts]
-    for line, made in zip(lines, others, strict=True):
-        change = (still - made) / STEP  # the sum of what it divides
-        times, *_ = np.linalg.lstsq(matrix, change)
-        if np.linalg.norm(matrix @ times - change) <= 1e-3 * np.linalg.norm(change):
-            for of_term, a in zip(found, times, strict=False):
-                of_term += [line] if a > 0.5 else []
-    chosen = [[x for x in of_term if x in computed] or of_term for of_term in found]
+    matrix = np.stack([*parts, base - np.sum(parts, axis=0)], axis=1)
+    lines_of: list[list[Line]] = [[] for _ in parts]
+    for line, result in zip(lines, scaled, strict=True):
+        change = (base - result) / STEP  # the sum of the terms that this line divides
+        coefficients, *_ = np.linalg.lstsq(matrix, change)
+        if np.linalg.norm(matrix @ coefficients - change) <= 1e-3 * np.linalg.norm(change):
+            for of_term, a in zip(lines_of, coefficients, strict=False):
+                if a > 0.5:
+                    of_term.append(line)
+    chosen = [[x for x in of_term if x in computed] or of_term for of_term in lines_of]
     return " and ".join(dict.fromkeys(in_words(*x[0]) for x in chosen)) if {*map(len, chosen)} == {1} else ""
 
 
 STEP = 2.0**-20
-"""By how much of itself a divisor is changed."""
+"""Relative change of a divisor."""
 
 
 def in_words(file: str, line: int) -> str:
-    """A line as messages name it: files are named from here, if below."""
+    """Formats a line as "file:line", relative to the working directory if possible."""
     path = Path(file).resolve()
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
 
 
 def _divided(subject: Subject, split: Split, shapes: set[tuple[int, ...]]) -> set[Line]:
-    """Lines that divide by the number of parts, here and in another division, if there is one."""
-    found = set(_divisions(_program(subject, split), split, shapes))
+    """Returns lines that divide by the number of parts, in this division and in another one if possible."""
+    lines = set(_divisions(_program(subject, split), split, shapes))
     others = (Split(k, split.devices) for k in (2, 4, 3, 5) if k != split.microbatches)
     other = next((x for x in others if subject.examples % (x.microbatches * x.devices) == 0), None)
     if other is not None:
-        with suppress(GradCombineError):  # of a step that is not made for this number
-            found &= set(_divisions(_program(subject, other), other, shapes))
-    return found
+        with suppress(GradCombineError):  # make_step may not accept this number
+            lines &= set(_divisions(_program(subject, other), other, shapes))
+    return lines
 
 
 def _averaged(subject: Subject, split: Split) -> set[Line]:
-    """Lines that update `optax.MultiSteps`: more often than in one batch, or in a loop of several iterations."""
-    one, program = (_program(subject, x) for x in (WHOLE, split))
+    """Returns lines that update `optax.MultiSteps` more often than in one batch, or in a loop of several iterations."""
+    one, program = (_program(subject, x) for x in (ONE_BATCH, split))
     loops = [x for x in program if x.primitive.name == "scan" and x.params["length"] > 1]
     looped = [x for loop in loops for x in operations(loop.params["jaxpr"].jaxpr)]
-    before, now = (Counter(_multi_steps(x)) for x in (one, program))
-    return set(_multi_steps(looped)) | {line for line, times in now.items() if times > before[line]}
+    in_one, in_division = (Counter(_multi_steps(x)) for x in (one, program))
+    return set(_multi_steps(looped)) | {line for line, count in in_division.items() if count > in_one[line]}
 
 
 def _multi_steps(program: Sequence[Any]) -> Iterator[Line]:
-    for x in program:  # optax traces its branches by themselves: the user's frame is that of the conditional
+    for x in program:  # optax traces its branches separately: the user's frame is that of the conditional
         within = operations(SimpleNamespace(eqns=[x]))
         if _is_of_multi_steps(x) and any(y.primitive.name == "div" and _is_of_multi_steps(y) for y in within):
             yield from _users_line(x)
 
 
 def _is_of_multi_steps(equation: Any) -> bool:
-    """Whether it is written there, and not in an optimizer that is called there."""
+    """Whether an operation is written in `optax.MultiSteps`, not in an optimizer that it calls."""
     file = next((frame.file_name for frame in _frames(equation) if "/jax/_src/" not in frame.file_name), "")
     return MULTI_STEPS.search(file) is not None
 
 
 MULTI_STEPS = re.compile(r"/optax/(transforms|_src)/_?(accumulation|accumulating|wrappers)\.py$")
-"""Files of `optax.MultiSteps`; nothing else in them divides."""
+"""Files of `optax.MultiSteps`, which contain no other division."""
 
 
 def _program(subject: Subject, split: Split) -> Sequence[Any]:
@@ -142,9 +145,9 @@ def _narrow_sums(program: Sequence[Any], shapes: set[tuple[int, ...]]) -> Iterat
         body, first = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
         carried = set(map(id, body.invars[first : first + scan.params["num_carry"]]))
         for x in body.eqns:
-            made = x.outvars[0].aval
+            result = x.outvars[0].aval
             adds = x.primitive.name in ("add", "add_any") and carried & set(map(id, x.invars))
-            if adds and made.shape in shapes and _is_narrow(made.dtype):
+            if adds and result.shape in shapes and _is_narrow(result.dtype):
                 yield from _users_line(x)
 
 
@@ -155,8 +158,8 @@ def _is_narrow(dtype: Any) -> bool:
 AT = "at "
 
 
-def place_of(equation: Any) -> str:
-    """A scope that keeps the user's line of an operation that is bound again."""
+def scope_of(equation: Any) -> str:
+    """Returns the name of a scope that preserves the user's line when an operation is bound again."""
     return next((f"{AT}{file}:{line}" for file, line in _users_line(equation)), "bound")
 
 

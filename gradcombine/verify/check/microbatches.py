@@ -1,4 +1,4 @@
-"""Do k accumulated microbatches give the update of one batch?"""
+"""Checks that an optimizer that accumulates k microbatches makes the update of one batch."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ def check_microbatches(
     arguments: Callable[[Any, bool], Mapping[str, Any]] = lambda microbatch, last: {},
     partial: bool = False,
 ) -> StepReport:
-    """Checks an optimizer that accumulates, and names why its windows of microbatches do not equal one batch each.
+    """Checks that an optimizer that accumulates makes the update of one batch per window, and names the cause if not.
 
-    The optimizer's response to each microbatch's gradient is measured: when the inner optimizer runs and what it
-    counts, whether the parameters stay within a window, with which coefficients gradients are added up, how exactly,
-    what happens to the updates, and whether something is left for the next window, as a NaN. The combination with these
-    coefficients is a step, of which `check_step` says whether it gives one batch's gradient.
+    Measures the optimizer's response to the gradient of each microbatch: when the inner optimizer runs and what it
+    counts, whether the parameters change within a window, the coefficients and rounding of the accumulation, changes of
+    the updates, and whether a window affects the next one (for example by a NaN). The accumulation with the measured
+    coefficients is then checked as a step by `check_step`.
 
     Args:
       loss: ``(params, microbatch) -> scalar``, the mean loss over a microbatch, in JAX or, for Keras, in TensorFlow.
-      params: a tree of float arrays, with leaves of gradients in any float dtype.
-      batch: a tree of arrays with a first axis of examples, as for `check_step`. It is divided as `numpy.array_split`
-        does: best into microbatches that weigh something else each.
-      inner: what would train on whole batches: an optax transformation, with its clipping, decay and schedule; or a
-        Keras optimizer.
-      accumulating: from ``inner`` and a number of microbatches to the optimizer under test, for instance
-        ``optax.MultiSteps``; for Keras, ``lambda inner, k: type(inner).from_config(inner.get_config() |
-        {"gradient_accumulation_steps": k})``. The check calls it with probes in place of ``inner``, too.
+      params: a tree of float arrays of any float dtype.
+      batch: a tree of arrays whose first axis has the examples, as for `check_step`. It is split like
+        `numpy.array_split`, ideally into microbatches of different weights.
+      inner: the optimizer for training with one batch per update: an optax transformation, including clipping, decay
+        and schedule; or a Keras optimizer.
+      accumulating: function of ``inner`` and the number of microbatches that returns the optimizer under test, for
+        example ``optax.MultiSteps``; for Keras, ``lambda inner, k: type(inner).from_config(inner.get_config() |
+        {"gradient_accumulation_steps": k})``. It is also called with probes instead of ``inner``.
       microbatches: numbers to divide by.
-      arguments: ``(microbatch, last) -> dict``, keyword arguments for each update of an optax transformation, where
-        ``last`` says that the microbatch ends its window: ``lambda microbatch, last: {"weight":
-        microbatch["mask"].sum(), "flush": last}`` for `gradcombine.integrations.optax.accumulate`. By default none.
-      partial: whether to check windows that end a microbatch early, too.
+      arguments: ``(microbatch, last) -> dict``, keyword arguments of each update of an optax transformation; ``last``
+        is true for the last microbatch of a window: ``lambda microbatch, last: {"weight": microbatch["mask"].sum(),
+        "flush": last}`` for `gradcombine.integrations.optax.accumulate`. Default: no arguments.
+      partial: whether to also check windows that end one microbatch early.
 
     Returns:
-      A `StepReport`, which prints as sentences: ``assert report.passes, report``. Windows are counted from 0: two full
+      A `StepReport`, which prints as text: ``assert report.passes, report``. Windows are numbered from 0: two full
       ones, and with ``partial`` a partial and another full one.
 
     Raises:
-      GradCombineError: as `check_step`; for an ``accumulating`` that does not use its argument, an optimizer that is
-        neither optax's nor Keras', and functions that do not take what they are given, with what they raised.
+      GradCombineError: as `check_step`; if ``accumulating`` does not use its argument; for an optimizer that is neither
+        an optax transformation nor a Keras optimizer; if one of the functions raises (with its message).
 
     >>> import jax.numpy as jnp, numpy as np, optax
     >>> from gradcombine.integrations.optax import accumulate
@@ -81,7 +81,7 @@ def check_microbatches(
         return _checked(_training(loss, inner, accumulating), params, batch, splits, arguments, partial)
     except GradCombineError:
         raise
-    except Exception as error:  # whatever foreign functions raise
+    except Exception as error:  # users' functions may raise anything
         expected = "a loss and optimizers that take these parameters and microbatches"
         raise invalid(expected, f"{type(error).__name__}: {line(error)}") from error
 
@@ -94,35 +94,36 @@ def _checked(
     arguments: Callable[[Any, bool], Mapping[str, Any]],
     partial: bool,
 ) -> StepReport:
-    first, then, runs, linear = list[Fault](), list[Fault](), list[StepRun](), dict[int, list[Leaves]]()
+    first, then, runs, coefficients = list[Fault](), list[Fault](), list[StepRun](), dict[int, list[Leaves]]()
     for split in splits:
         parts = _parts(batch, split.microbatches)
         gradients = [leaves(training.gradient(params, part)) for part in parts]
         if not all(np.isfinite(x).all() for row in gradients for x in row if x is not None):
             raise invalid("finite gradients", "NaN or infinity")
         windows = Windows(training, params, gradients, lambda i, last, parts=parts: arguments(parts[i], last), partial)
-        found = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.first()]
-        first += found
-        runs.append(StepRun(f"the additions of {split}", windows.share, None, None, ""))
-        if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in found):
-            linear[split.microbatches] = windows.coefficients
+        faults = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.first()]
+        first += faults
+        runs.append(StepRun(f"the accumulator with {split}", windows.share, None, None, ""))
+        if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in faults):
+            coefficients[split.microbatches] = windows.coefficients
             then += [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.then()]
     report = StepReport((), (), "")
-    if linear:
-        one = {1: [[None if x is None else np.ones((), np.float32) for x in leaves(training.gradient(params, batch))]]}
-        report = checked(_step_of(training, one | linear), params, batch, {"microbatches": [*linear], "turns": False})
-    faults = dict[Cause, Fault]()
+    if coefficients:
+        ones = [[None if x is None else np.ones((), np.float32) for x in leaves(training.gradient(params, batch))]]
+        make_step = _step_of(training, {1: ones} | coefficients)
+        report = checked(make_step, params, batch, {"microbatches": [*coefficients], "reverse": False})
+    by_cause = dict[Cause, Fault]()
     for fault in (*first, *report.faults, *then):
-        faults.setdefault(fault.cause, fault._replace(line=""))  # no line of the user's divides
-    asked = () if partial else ("partial windows",)
-    return report._replace(faults=tuple(faults.values()), runs=(*report.runs, *runs), not_asked=asked)
+        by_cause.setdefault(fault.cause, fault._replace(line=""))  # lines are those of _step_of
+    not_asked = () if partial else ("partial windows",)
+    return report._replace(faults=tuple(by_cause.values()), runs=(*report.runs, *runs), not_asked=not_asked)
 
 
-def _step_of(training: Training, linear: Mapping[int, Sequence[Leaves]]) -> Callable[[int], Step]:
-    """Steps that add up the gradients of microbatches with these factors, which are those of the batch in its order."""
+def _step_of(training: Training, coefficients: Mapping[int, Sequence[Leaves]]) -> Callable[[int], Step]:
+    """Returns a make_step for steps that add up the gradients of the microbatches with the measured coefficients."""
 
     def make_step(microbatches: int) -> Step:
-        factors = linear[microbatches]
+        factors = coefficients[microbatches]
 
         def step(params: Tree, batch: Tree) -> Tree:
             parts = [tree.flatten(training.gradient(params, part))[0] for part in _parts(batch, microbatches)]
@@ -136,7 +137,7 @@ def _step_of(training: Training, linear: Mapping[int, Sequence[Leaves]]) -> Call
 
 
 def _times(x: Any, factors: np.ndarray | None) -> Any:
-    """An array of the framework times factors, in float32 at least; None for no factors."""
+    """Multiplies an array by factors, in float32 or wider; None if there are no factors."""
     if factors is None:
         return None
     backend = resolve([x])
@@ -145,7 +146,7 @@ def _times(x: Any, factors: np.ndarray | None) -> Any:
 
 
 def _parts(batch: Tree, microbatches: int) -> list[Tree]:
-    """Microbatches of neighbours, of sizes that differ by one at most."""
+    """Splits a batch into contiguous microbatches whose sizes differ by at most one."""
     arrays, structure = flattened(batch)
     n = next(shape_of(x)[0] for x in arrays if shape_of(x))
     pieces = [slice(x[0], x[-1] + 1) for x in np.array_split(range(n), microbatches)]
@@ -153,7 +154,7 @@ def _parts(batch: Tree, microbatches: int) -> list[Tree]:
 
 
 def _training(loss: Any, inner: Any, accumulating: Any) -> Training:
-    """The adapter of the optimizer's framework, which is imported already."""
+    """Returns the adapter for the optimizer's framework."""
     keras, optax = sys.modules.get("keras"), sys.modules.get("optax")
     if keras is not None and isinstance(inner, keras.optimizers.Optimizer):
         return importlib.import_module("gradcombine.verify.check.keras_windows").KerasTraining(

@@ -1,4 +1,4 @@
-"""Additions to a result that do not come from gradients, and parameters that move within a window."""
+"""Hypotheses about additions that do not come from gradients, and about parameters or state that move in a window."""
 
 from __future__ import annotations
 
@@ -11,58 +11,63 @@ import numpy as np
 from gradcombine.verify.check.case import Answer, Case, accounts_for, combined, partitions, split_by, weights_of
 from gradcombine.verify.check.leaves import as_floats, widened
 from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import WHOLE, NotWide, Rows
+from gradcombine.verify.check.running import ONE_BATCH, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Floats, flat
 from gradcombine.verify.check.step_report import Cause
 
 Simulation: TypeAlias = Callable[[Sequence[Rows], np.ndarray, float], list[np.ndarray]]
-"""By how much the parameters move with these microbatches, their weights, and the factor of the parameters less 1."""
+"""Function of microbatches, their weights and a factor that returns the change of the parameters."""
 
 
 def added(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Additions that do not come from the gradients, as decay: also there where all examples are copies of one."""
+    """Tries additions that do not depend on the division of the examples, such as weight decay.
+
+    They are also seen if all examples are copies of one.
+    """
     subject, one = standard.subject, standard.best.floats
     weights = standard.weights
     row = 0 if weights is None else standard.units()[int(np.argmax(weights))][0]
     copies = subject.rows([row] * standard.examples)
     try:
         run = subject.wide if case.wide else subject.divided
-        divided, whole = run(case.split, copies), run(WHOLE, copies)
+        divided, undivided = run(case.split, copies), run(ONE_BATCH, copies)
     except (NotWide, ValueError):
         return
-    added = [x - y for x, y in zip(divided.floats, whole.floats, strict=True)]
+    addition = [x - y for x, y in zip(divided.floats, undivided.floats, strict=True)]
     params = _params_of(standard)
-    moved = {i: p + one[i] for i, p in params.items()} if subject.returns_params else {}
-    if moved:
-        factor = _factor([x - y for x, y in zip(case.result.floats, one, strict=True)], moved, sorted(moved))
+    new_params = {i: p + one[i] for i, p in params.items()} if subject.returns_params else {}
+    if new_params:
+        difference = [x - y for x, y in zip(case.result.floats, one, strict=True)]
+        factor = _factor(difference, new_params, sorted(new_params))
         if factor is not None:
-            predicted = [x + factor * moved[i] if i in moved else x for i, x in enumerate(one)]
-            if accounts_for(standard, case, predicted, 4, sorted(moved)):
+            predicted = [x + factor * new_params[i] if i in new_params else x for i, x in enumerate(one)]
+            if accounts_for(standard, case, predicted, 4, sorted(new_params)):
                 yield Cause.ADDED, f"{factor:.6g} times the new parameters"
                 return
-    if not accounts_for(standard, case, [x + y for x, y in zip(one, added, strict=True)], 4):
+    if not accounts_for(standard, case, [x + y for x, y in zip(one, addition, strict=True)], 4):
         return
-    differ = [i for i, share in enumerate(standard.shares(divided.floats, whole.floats, case.wide)) if share > 1]
-    some = "" if len(differ) == len(one) else f", in {len(differ)} of {len(one)} leaves"
-    size = max(float(np.abs(x).max(initial=0)) for x in added)
-    text = f"up to {size:.3g}, where all examples are copies of one, too"
-    factor = _factor(added, params, differ)
+    shares = standard.shares(divided.floats, undivided.floats, case.wide)
+    changed = [i for i, share in enumerate(shares) if share > 1]
+    scope = "" if len(changed) == len(one) else f", in {len(changed)} of {len(one)} leaves"
+    size = max(float(np.abs(x).max(initial=0)) for x in addition)
+    text = f"up to {size:.3g}, also if all examples are copies of one"
+    factor = _factor(addition, params, changed)
     if factor is not None:
         text = f"{factor:.6g} times the parameters"
-    yield Cause.ADDED, text + some
+    yield Cause.ADDED, text + scope
 
 
-def _factor(added: Floats, params: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
-    """By what the parameters are multiplied in what is added to these leaves; None where they are not."""
+def _factor(addition: Floats, params: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
+    """Returns the factor if the addition is a multiple of the parameters in these leaves, else None."""
     if not leaves or any(i not in params for i in leaves):
         return None
-    off, p = flat([added[i] for i in leaves]), flat([params[i] for i in leaves])
-    factor = float(off @ p / max(float(p @ p), 1e-300))
-    return factor if np.linalg.norm(off - factor * p) < SAME * np.linalg.norm(off) else None
+    x, p = flat([addition[i] for i in leaves]), flat([params[i] for i in leaves])
+    factor = float(x @ p / max(float(p @ p), 1e-300))
+    return factor if np.linalg.norm(x - factor * p) < SAME * np.linalg.norm(x) else None
 
 
 def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:
-    """The parameters that leaves of the result belong to, as far as order or paths tell."""
+    """Returns the parameter of each leaf of the result, matched by order or by path if possible."""
     params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
     shapes = [x.shape for x in standard.best.floats]
     if shapes == [x.shape for _, x in params]:
@@ -76,159 +81,157 @@ def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:
 
 
 def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """One update after the other."""
+    """Tries one update per microbatch."""
     subject = standard.subject
     if not subject.returns_params:
         return
+    run = subject.wide if case.wide else subject.run
     start = [widened(x) for _, x in subject.param_leaves]
     for name, pieces in partitions(subject.examples, case.split).items():
-        for factor, text in ((1.0, ""), (1 / len(pieces), " of a part of its length")):
-            moved = [np.zeros_like(x) for x in standard.best.floats[: len(start)]]
-            at = list(start)
+        for factor, text in ((1.0, ""), (1 / len(pieces), f", each divided by {len(pieces)}")):
+            change = [np.zeros_like(x) for x in standard.best.floats[: len(start)]]
+            params = list(start)
             try:
                 for rows in pieces:
-                    batch = subject.rows(rows)
-                    made = subject.wide(WHOLE, batch, start=at) if case.wide else subject.run(WHOLE, batch, start=at)
-                    moved = [x + factor * y for x, y in zip(moved, made.floats, strict=False)]
-                    at = [x + y.reshape(x.shape) for x, y in zip(start, moved, strict=True)]
+                    update = run(ONE_BATCH, subject.rows(rows), start=params).floats
+                    change = [x + factor * y for x, y in zip(change, update, strict=False)]
+                    params = [x + y.reshape(x.shape) for x, y in zip(start, change, strict=True)]
             except (NotWide, ValueError):
                 continue
             others = standard.best.floats[len(start) :]
-            if accounts_for(standard, case, [*moved, *others], len(pieces), range(len(start))):
-                yield (
-                    Cause.MOVED_EACH,
-                    f"{len(pieces)} updates{text}, one after the other, give it{split_by(name)}",
-                )
+            if accounts_for(standard, case, [*change, *others], len(pieces), range(len(start))):
+                yield Cause.MOVED_EACH, f"{len(pieces)} updates in sequence{text}{split_by(name)}"
                 return
     if subject.framework == "torch":
-        steps: Any = [subject.step(x) for x in (WHOLE, case.split)]
-        one, made = (step.read(subject.params, subject.batch).updates for step in steps)
-        if made != one:
-            yield Cause.MOVED_EACH, f"its optimizers make {made} steps, and {one} in one batch"
+        steps: Any = [subject.step(x) for x in (ONE_BATCH, case.split)]
+        one, divided = (step.observe(subject.params, subject.batch).updates for step in steps)
+        if divided != one:
+            yield Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch"
 
 
 def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """A state that moves at each microbatch whatever its examples are, as the power iteration of a spectral norm.
+    """Tries a state that is updated at each microbatch regardless of its examples, as in spectral normalization.
 
-    Where it does not move, the other leaves are the mean of what the microbatches give.
+    With this state fixed, the other leaves must be the mean of the microbatches' results.
     """
     subject, one = standard.subject, standard.best.floats
     if not subject.returns_params:
         return
     count = len(subject.param_leaves)
-    rest = range(count, len(one))  # of PyTorch's optimizers, the gradients that reach them
+    rest = range(count, len(one))  # in PyTorch, gradients that reach optimizers
     for name, pieces in partitions(subject.examples, case.split).items():
-        still = [part.floats for rows in pieces if (part := standard.repeated(rows)) is not None]
-        if len(still) < len(pieces):
+        fixed = [part.floats for rows in pieces if (part := standard.repeated(rows)) is not None]
+        if len(fixed) < len(pieces):
             continue
-        shares = standard.shares(still[0], one, case.wide)
+        shares = standard.shares(fixed[0], one, case.wide)
         moving = [i for i in range(count) if shares[i] <= 1 and np.any(one[i])]
         if not moving:
             return
         try:
-            made = _one_by_one(standard, case, moving, [standard.copies(rows) for rows in pieces])
+            results = _in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
         except (NotWide, ValueError):
             continue
-        summed = {i: np.sum([x[i] for x in made], axis=0) for i in moving}
-        for weights, others in product(weights_of(standard, pieces), ([*range(len(one))], [*moving, *rest])):
-            means = standard.shares(combined(weights, still), one, case.wide)
-            predicted = [summed.get(i, x) for i, x in enumerate(combined(weights, made))]
+        summed = {i: np.sum([x[i] for x in results], axis=0) for i in moving}
+        for weights, leaves in product(weights_of(standard, pieces), ([*range(len(one))], [*moving, *rest])):
+            means = standard.shares(combined(weights, fixed), one, case.wide)
+            predicted = [summed.get(i, x) for i, x in enumerate(combined(weights, results))]
             if (
-                len(others) > len(moving)
-                and all(means[i] <= 1 for i in case.among(others) if i not in moving)
-                and accounts_for(standard, case, predicted, len(pieces), others)
+                len(leaves) > len(moving)
+                and all(means[i] <= 1 for i in case.among(leaves) if i not in moving)
+                and accounts_for(standard, case, predicted, len(pieces), leaves)
             ):
-                yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
+                yield Cause.ADVANCED, f"{standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
                 return
 
 
 def averaged(standard: StepStandard, case: Case, by_all: bool) -> Iterator[Answer]:
-    """Leaves of the state that move at each microbatch beside others that move once, as moving averages do.
+    """Tries leaves of the state that are updated at each microbatch, such as moving averages, unlike other leaves.
 
     Args:
-      by_all: whether by what the whole batch gives, or by what each microbatch gives: copies that fill a batch, or it
-        alone.
+      by_all: whether each update uses the full batch, or the examples of one microbatch (repeated to the size of the
+        batch, or alone).
     """
     subject, one = standard.subject, standard.best.floats
     count = len(subject.param_leaves)
     moving = case.among(range(count))
     if not subject.returns_params or len(moving) == count:
         return
-    whole = range(subject.examples)
+    full = range(subject.examples)
     for name, pieces in partitions(subject.examples, case.split).items():
-        for batches in [[whole] * len(pieces)] if by_all else [[*map(standard.copies, pieces)], pieces]:
+        for batches in [[full] * len(pieces)] if by_all else [[*map(standard.copies, pieces)], pieces]:
             try:
-                made = _one_by_one(standard, case, moving, batches)
+                results = _in_sequence(standard, case, moving, batches)
             except (NotWide, ValueError):
                 continue
-            predicted = [np.sum([x[i] for x in made], axis=0) if i in moving else x for i, x in enumerate(one)]
+            predicted = [np.sum([x[i] for x in results], axis=0) if i in moving else x for i, x in enumerate(one)]
             if accounts_for(standard, case, predicted, len(pieces), moving):
-                yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
+                yield Cause.ADVANCED, f"{standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
                 return
 
 
-def _one_by_one(
+def _in_sequence(
     standard: StepStandard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]]
 ) -> list[Floats]:
-    """Results of one batch of each of these rows, each with these leaves of the state as the one before leaves them."""
+    """Runs one batch after the other; each takes the moving leaves of the state from the batch before it."""
     subject = standard.subject
     run = subject.wide if case.wide else subject.run
-    at, made = [widened(x) for _, x in subject.param_leaves], list[Floats]()
+    state, results = [widened(x) for _, x in subject.param_leaves], list[Floats]()
     for rows in batches:
-        made.append(run(WHOLE, subject.rows(rows), start=at).floats)
-        at = [x + made[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
-    return made
+        results.append(run(ONE_BATCH, subject.rows(rows), start=state).floats)
+        state = [x + results[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(state)]
+    return results
 
 
 def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Parameters that are multiplied at each microbatch, and moved by what the microbatches give.
+    """Tries parameters that are multiplied by a constant at each microbatch, in addition to their updates.
 
-    Either by the mean of what they give there, or at each by a part of what they give where the window began.
+    The update is either the mean of the updates computed at the decayed parameters, or split over the microbatches and
+    computed at the parameters at the start of the window.
     """
     subject = standard.subject
     if not subject.returns_params:
         return
     start = [widened(x) for _, x in subject.param_leaves]
-    made, others = case.result.floats[: len(start)], standard.best.floats[len(start) :]
-    p, off = flat(start), flat(made) - flat(standard.best.floats[: len(start)])
+    result, others = case.result.floats[: len(start)], standard.best.floats[len(start) :]
+    p, difference = flat(start), flat(result) - flat(standard.best.floats[: len(start)])
+
+    def at_start(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
+        params = start
+        for rows, weight in zip(pieces, weights, strict=True):
+            update = standard.repeated(rows)
+            if update is None:
+                raise NotWide("the result of a microbatch is not finite")
+            moves = (weight * (u - factor * x) for u, x in zip(update.floats, start, strict=False))
+            params = [(1 + factor) * x + move for x, move in zip(params, moves, strict=True)]
+        return [x - y for x, y in zip(params, start, strict=True)]
 
     def at_each(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
-        at = start
-        for rows, weight in zip(pieces, weights, strict=True):
-            given = standard.repeated(rows)
-            if given is None:
-                raise NotWide("a microbatch gives nothing finite")
-            moves = (weight * (u - factor * x) for u, x in zip(given.floats, start, strict=False))
-            at = [(1 + factor) * x + move for x, move in zip(at, moves, strict=True)]
-        return [x - y for x, y in zip(at, start, strict=True)]
-
-    def simulated(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
         run = subject.wide if case.wide else subject.run
-        at, mean = start, [np.zeros_like(x) for x in start]
+        params, mean = start, [np.zeros_like(x) for x in start]
         for i, (rows, weight) in enumerate(zip(pieces, weights, strict=True)):
-            at = [x * (1 + factor) for x in at] if i else at
-            given = run(WHOLE, subject.rows(standard.copies(rows)), start=at).floats
-            mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, given, at, strict=False)]
-        return [m + (1 + factor) * x - y for m, x, y in zip(mean, at, start, strict=True)]
+            params = [x * (1 + factor) for x in params] if i else params
+            update = run(ONE_BATCH, subject.rows(standard.copies(rows)), start=params).floats
+            mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, update, params, strict=False)]
+        return [m + (1 + factor) * x - y for m, x, y in zip(mean, params, start, strict=True)]
 
-    def solved(run: Simulation, pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        factor = float(off @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
-        for _ in range(SOLVED):
-            predicted = flat(run(pieces, weights, factor))
-            slope = (flat(run(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
-            factor += float((flat(made) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
-        return factor, run(pieces, weights, factor)
+    def solved(simulate: Simulation, pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        factor = float(difference @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
+        for _ in range(NEWTON_STEPS):
+            predicted = flat(simulate(pieces, weights, factor))
+            slope = (flat(simulate(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
+            factor += float((flat(result) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
+        return factor, simulate(pieces, weights, factor)
 
     for name, pieces in partitions(subject.examples, case.split).items():
-        for weights, run in product(weights_of(standard, pieces), (at_each, simulated)):
+        for weights, simulate in product(weights_of(standard, pieces), (at_start, at_each)):
             try:
-                factor, found = solved(run, pieces, weights)
+                factor, predicted = solved(simulate, pieces, weights)
             except (NotWide, ValueError):
                 continue
-            if accounts_for(standard, case, [*found, *others], len(pieces), range(len(start))):
-                yield Cause.MOVED, f"by {factor:.6g} of them at each microbatch{split_by(name)}"
+            if accounts_for(standard, case, [*predicted, *others], len(pieces), range(len(start))):
+                yield Cause.MOVED, f"by {factor:.6g} times themselves at each microbatch{split_by(name)}"
                 return
 
 
-SOLVED = 3
-"""How many steps of Newton's it takes to find a factor to rounding."""
+NEWTON_STEPS = 3
+"""Number of Newton iterations that find a factor to rounding."""

@@ -1,4 +1,4 @@
-"""The case of a command line: a module's callable that makes a step, parameters and a batch."""
+"""Checks the step that a command line names as "module:callable"."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OPTIONAL = ("microbatches", "devices", "returns", "pad", "terms", "reference", "
 
 @operation("check")
 def case_named(what: str) -> dict[str, Any]:
-    """Calls the callable that a command line names.
+    """Calls the named callable and returns the arguments of `check_step`.
 
     Args:
-      what: "module:callable". The callable returns ``(make_step, params, batch)``, or a dict of these and of any other
-        argument of `gradcombine.verify.check_step`.
+      what: "module:callable". The callable returns ``(make_step, params, batch)``, or a dict of these and other
+        arguments of `gradcombine.verify.check_step`.
 
     Raises:
-      GradCombineError: a module that does not import, a callable that raises or returns something else.
+      GradCombineError: for a module that cannot be imported, or a callable that raises or returns anything else.
     """
-    make = callable_named("check", what)
-    made: Any = foreign("a callable of no argument that returns", what, make)
-    if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == len(NEEDED):
-        made = dict(zip(NEEDED, cast("tuple[Any, ...]", made), strict=True))
-    return arguments(f"{what} to return (make_step, params, batch), or", made, NEEDED, OPTIONAL)
+    make_case = callable_named("check", what)
+    case: Any = foreign("a callable without arguments that returns", what, make_case)
+    if isinstance(case, tuple) and len(cast("tuple[Any, ...]", case)) == len(NEEDED):
+        case = dict(zip(NEEDED, cast("tuple[Any, ...]", case), strict=True))
+    return arguments(f"{what} to return (make_step, params, batch), or", case, NEEDED, OPTIONAL)
 
 
 @operation("check")
@@ -43,19 +43,19 @@ def check_named(
     timeout: float | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> tuple[StepReport, str]:
-    """Checks the step that a command line names.
+    """Checks the named step.
 
     Args:
       what: as for `case_named`.
-      others: arguments of `check_step` that stand in place of those of the case.
-      timeout: after how many seconds to give up; None: never.
-      progress: called before each part with its name, how many are done, and how many there are.
+      others: arguments of `check_step` that override those of the case.
+      timeout: seconds after which to give up; None: never.
+      progress: called before each part with its name, the number of finished parts, and the number of all parts.
 
     Returns:
-      The report, and the file and line where the step is made; empty if that is not known.
+      The report, and the file and line of ``make_step``; empty if unknown.
 
     Raises:
-      GradCombineError: as `case_named` and `check_step`; for a step that takes longer.
+      GradCombineError: as `case_named` and `check_step`; if the check takes longer than the timeout.
     """
     late = invalid(f"a check that takes less than {timeout or 0:g} s", "one that takes longer")
     with within_seconds(timeout, late):
@@ -65,7 +65,7 @@ def check_named(
 
 
 def source_of(function: Any) -> str:
-    """The file and line of a function, as "step.py:12"; empty if it has none. Files are named from here, if below."""
+    """Returns the file and line of a function, as "step.py:12"; empty if it has no source."""
     try:
         _, line = inspect.getsourcelines(inspect.unwrap(function))
         return in_words(inspect.getsourcefile(inspect.unwrap(function)) or "", line)

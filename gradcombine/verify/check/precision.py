@@ -1,4 +1,4 @@
-"""In which precision a step multiplies matrices, and whether it draws random numbers: read from its program."""
+"""Reads from a step's program the precision of its matrix products, and whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine.types import Tree
 from gradcombine.verify.check.retyping import operations
-from gradcombine.verify.check.running import WHOLE, Subject
+from gradcombine.verify.check.running import ONE_BATCH, Subject
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
@@ -19,9 +19,9 @@ class Program(NamedTuple):
     """Facts read from a program.
 
     Attributes:
-      unit: the unit roundoff of its products of matrices; None where it has none, or cannot be traced.
-      draws: whether it draws random numbers that are others in float64.
-      random: whether it draws any; True where that is not known.
+      unit: unit roundoff of the matrix products; None if there are none, or if the step cannot be traced.
+      draws: whether it draws random numbers that differ in float64.
+      random: whether it draws any random numbers; True if unknown.
     """
 
     unit: float | None = None
@@ -30,28 +30,28 @@ class Program(NamedTuple):
 
 
 def read(subject: Subject) -> Program:
-    """The program of a step on one batch, in the framework whose arrays it takes or returns."""
-    step, params, batch = subject.step(WHOLE), subject.params, subject.batch
+    """Reads the program of a step on one batch, in the framework of its arrays."""
+    step, params, batch = subject.step(ONE_BATCH), subject.params, subject.batch
     if subject.framework == "torch":
-        with suppress(Exception):  # of a step that cannot be looked into
+        with suppress(Exception):  # the step does not run under a dispatch mode
             return _in_torch(step, params, batch)
     traced = subject.program(step, batch)
     if traced is not None:
-        found = list(operations(traced.retyped.program.jaxpr))
-        products = [x for x in found if x.primitive.name in ("dot_general", "conv_general_dilated")]
-        draws = any(x.primitive.name.startswith(("random_bits", "threefry", "rng_")) for x in found)
+        equations = list(operations(traced.retyped.program.jaxpr))
+        products = [x for x in equations if x.primitive.name in ("dot_general", "conv_general_dilated")]
+        draws = any(x.primitive.name.startswith(("random_bits", "threefry", "rng_")) for x in equations)
         unit = _unit(variable.aval.dtype for x in products for variable in x.invars)
         return Program(unit, draws and bool(traced.retyped.problem), draws)
     if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
-        with suppress(Exception):  # a step of another framework, or one that cannot be traced
+        with suppress(Exception):  # the step belongs to another framework, or cannot be traced
             return _in_tensorflow(step, params, batch)
     return Program()
 
 
 def _in_torch(step: Any, params: Tree, batch: Tree) -> Program:
-    finfo, seen = sys.modules["torch"].finfo, step.read(params, batch)
-    unit = max((finfo(x).eps / 2 for x in seen.products), default=None)
-    return Program(unit, any(finfo(x).bits < 32 for x in seen.drawn), bool(seen.drawn))
+    finfo, observed = sys.modules["torch"].finfo, step.observe(params, batch)
+    unit = max((finfo(x).eps / 2 for x in observed.products), default=None)
+    return Program(unit, any(finfo(x).bits < 32 for x in observed.drawn), bool(observed.drawn))
 
 
 _PRODUCTS = re.compile(r"MatMul|BatchMatMul|Einsum|Conv")

@@ -1,9 +1,8 @@
-"""A JAX program run in float64, whatever it casts to: its operations are bound again, with other dtypes.
+"""Runs a JAX program in float64, regardless of its casts, by binding its operations again with other dtypes.
 
-A program is traced in its own precision and evaluated operation by operation on float64. Casts between floats, the
-accumulation dtypes of products, and the carries of loops become float64 with it; integers, booleans and keys stay as
-they are. Constants keep the value that they have in the program's own precision, and random numbers the one that
-they are drawn with.
+A program is traced in its native precision and evaluated operation by operation in float64. Casts between floats,
+accumulation dtypes of products and carries of loops become float64; integers, booleans and keys are unchanged.
+Constants and random numbers keep the values that they have in the native precision.
 """
 
 from __future__ import annotations
@@ -22,63 +21,67 @@ from gradcombine.verify.compare.ulp import kind_of
 Arrays = Sequence[Any]
 
 DIVISORS = ContextVar[Callable[[Any], Any]]("divisors", default=lambda operation: 1)
-"""By what a division multiplies its divisor in addition."""
+"""Function of an equation that returns a factor for the divisor of a division."""
 
 
 class NotWide(Exception):  # noqa: N818 (an answer, not an error)
-    """Why something cannot be computed in float64."""
+    """Raised with the reason why something cannot be computed in float64."""
 
 
 class Retyped:
-    """The program of a function of arrays, to be run in float64 by JAX.
+    """JAX program of a function of arrays, which runs in float64.
 
     Args:
       function: from a list of arrays to a list of arrays.
-      arrays: what it is traced with.
+      arrays: example arguments for tracing.
 
     Attributes:
-      program: a ClosedJaxpr, as it was traced.
-      problem: why it does not run in float64; empty if it does.
+      program: the traced ClosedJaxpr.
+      problem: the reason why it does not run in float64; empty if it does.
     """
 
     def __init__(self, function: Callable[[list[Any]], list[Any]], arrays: Arrays) -> None:
         jax = sys.modules["jax"]
         self.program = jax.make_jaxpr(function)(list(arrays))
-        self._run = jax.jit(self._evaluated)
+        self._run = jax.jit(self._evaluate)
         self.problem = ""
         try:
             with wide():
                 jax.eval_shape(self._run, self.program.consts, list(arrays))
-        except Exception as error:  # of operations that take no float64, and of foreign ones
+        except Exception as error:  # operations without float64 support, and foreign ones, may raise anything
             self.problem = str(error).strip().partition("\n")[0] or type(error).__name__
 
     def __call__(self, arrays: Arrays) -> list[Any]:
-        """The results for other arrays of these shapes, all floats in float64; to be called within `wide`."""
+        """Runs the program in float64 on arrays of the traced shapes; to be called within `wide`."""
         return self._run(self.program.consts, list(arrays))
 
-    def scaled(self, arrays: Arrays, place: Callable[[Any], int | None], factors: Arrays) -> list[list[Any]]:
-        """For each vector of factors the results where the divisors of these places are multiplied by them."""
+    def scaled(self, arrays: Arrays, index: Callable[[Any], int | None], factors: Arrays) -> list[list[Any]]:
+        """Runs the program once per vector of factors, multiplying the divisor of each division by one of them.
 
-        def run(consts: Arrays, arrays: Arrays, times: Any) -> list[Any]:
-            token = DIVISORS.set(lambda operation: 1 if (i := place(operation)) is None else times[i])
+        Args:
+          index: from a division to the index of its factor, or None for no factor.
+        """
+
+        def run(consts: Arrays, arrays: Arrays, vector: Any) -> list[Any]:
+            token = DIVISORS.set(lambda operation: 1 if (i := index(operation)) is None else vector[i])
             try:
-                return self._evaluated(consts, arrays)
+                return self._evaluate(consts, arrays)
             finally:
                 DIVISORS.reset(token)
 
         compiled = sys.modules["jax"].jit(run)
-        return [compiled(self.program.consts, list(arrays), times) for times in factors]
+        return [compiled(self.program.consts, list(arrays), vector) for vector in factors]
 
-    def _evaluated(self, consts: Arrays, arrays: Arrays) -> list[Any]:
+    def _evaluate(self, consts: Arrays, arrays: Arrays) -> list[Any]:
         jaxpr, jnp = self.program.jaxpr, sys.modules["jax"].numpy
         pairs = zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True)
-        entered = [jnp.asarray(x).astype(_wide(variable.aval.dtype)) for variable, x in pairs]
-        return _evaluated(jaxpr, entered[: len(consts)], entered[len(consts) :])[0]
+        inputs = [jnp.asarray(x).astype(_wide(variable.aval.dtype)) for variable, x in pairs]
+        return _evaluate(jaxpr, inputs[: len(consts)], inputs[len(consts) :])[0]
 
 
 @contextmanager
 def wide() -> Generator[None]:
-    """JAX, if it is imported, with 64-bit types, whose mixing is no error."""
+    """Enables 64-bit types and standard dtype promotion in JAX, if it is imported."""
     jax = sys.modules.get("jax")
     with ExitStack() as stack:
         for context in () if jax is None else (jax.enable_x64(True), jax.numpy_dtype_promotion("standard")):
@@ -87,7 +90,7 @@ def wide() -> Generator[None]:
 
 
 def operations(jaxpr: Any) -> Iterator[Any]:
-    """The operations of a program, those of inner programs after the one that holds them."""
+    """Yields the equations of a program, each followed by those of its inner programs."""
     for operation in jaxpr.eqns:
         yield operation
         for value in operation.params.values():
@@ -99,104 +102,108 @@ def operations(jaxpr: Any) -> Iterator[Any]:
 
 
 class Origin(IntEnum):
-    """The origin of a value: constants, random bits, or the arguments."""
+    """Origin of a value: constants, random bits, or arguments."""
 
     CONSTANT = 0
     DRAWN = 1
-    """Random bits and constants: it stays what the program's own precision makes of them."""
+    """Computed from random bits and constants, in native precision."""
     COMPUTED = 2
 
 
-def _evaluated(
+def _evaluate(
     jaxpr: Any, consts: Arrays, arguments: Arrays, origins: Sequence[Origin] = ()
 ) -> tuple[list[Any], list[Origin]]:
-    """The results of a program for float64 arguments, which are taken for computed ones, and their origins."""
+    """Evaluates a program on float64 arguments; returns its results and their origins.
+
+    Args:
+      origins: of the arguments; empty: all are computed.
+    """
     entering = [*(Origin.COMPUTED for _ in consts), *(origins or (Origin.COMPUTED for _ in arguments))]
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], zip([*consts, *arguments], entering, strict=True), strict=True))
 
-    def value(x: Any) -> tuple[Any, Origin]:
+    def read(x: Any) -> tuple[Any, Origin]:
         return (_widened(np.asarray(x.val, x.aval.dtype)), Origin.CONSTANT) if hasattr(x, "val") else known[x]
 
     for operation in jaxpr.eqns:
-        name, pairs = operation.primitive.name, [value(x) for x in operation.invars]
-        given, of = [x for x, _ in pairs], [x for _, x in pairs]
-        if name == "div" and _kind(given[1].dtype) == "float":
-            given[1] = given[1] * DIVISORS.get()(operation)
-        rule = _RULES.get(name, _bound)
+        name, pairs = operation.primitive.name, [read(x) for x in operation.invars]
+        operands, operand_origins = [x for x, _ in pairs], [x for _, x in pairs]
+        if name == "div" and _kind(operands[1].dtype) == "float":
+            operands[1] = operands[1] * DIVISORS.get()(operation)
+        rule = _RULES.get(name, _bind)
         with operation.ctx.manager:
-            if rule is _called:
-                made, made_of = _inner(operation)(given, of)
+            if rule is _call:
+                results, result_origins = _inner(operation)(operands, operand_origins)
             else:
-                origin = Origin.DRAWN if name.startswith(DRAWS) else max(of, default=Origin.CONSTANT)
-                drawn = rule is _bound and origin is Origin.DRAWN and bool(operation.outvars)
-                made = (_in_its_own if drawn else rule)(operation, given)
-                made_of = [origin if rule in _OF_VALUES else Origin.COMPUTED] * len(made)
-        known.update(zip(operation.outvars, zip(made, made_of, strict=True), strict=True))
-    results = [value(x) for x in jaxpr.outvars]
-    return [x for x, _ in results], [x for _, x in results]
+                origin = Origin.DRAWN if name.startswith(DRAWS) else max(operand_origins, default=Origin.CONSTANT)
+                drawn = rule is _bind and origin is Origin.DRAWN and bool(operation.outvars)
+                results = (_bind_native if drawn else rule)(operation, operands)
+                result_origins = [origin if rule in _OF_VALUES else Origin.COMPUTED] * len(results)
+        known.update(zip(operation.outvars, zip(results, result_origins, strict=True), strict=True))
+    outputs = [read(x) for x in jaxpr.outvars]
+    return [x for x, _ in outputs], [x for _, x in outputs]
 
 
 DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
-"""First letters of operations that draw random numbers."""
+"""Prefixes of primitives that draw random numbers."""
 
 
 def _inner(operation: Any) -> Callable[[Arrays, Sequence[Origin]], tuple[list[Any], list[Origin]]]:
-    """The program that an operation calls."""
+    """Returns the program that an operation calls, as a function."""
     params = operation.params
     program = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     consts = [_widened(x) for x in getattr(program, "consts", ())]
-    return lambda arguments, origins: _evaluated(getattr(program, "jaxpr", program), consts, arguments, origins)
+    return lambda arguments, origins: _evaluate(getattr(program, "jaxpr", program), consts, arguments, origins)
 
 
 def _closed(program: Any) -> Callable[..., list[Any]]:
-    """An inner program as a function of float64 arrays."""
+    """Returns an inner program as a function of float64 arrays."""
     consts = [_widened(x) for x in getattr(program, "consts", ())]
     jaxpr = getattr(program, "jaxpr", program)
-    return lambda *arguments: _evaluated(jaxpr, consts, arguments)[0]
+    return lambda *arguments: _evaluate(jaxpr, consts, arguments)[0]
 
 
-def _bound(operation: Any, arguments: Arrays) -> Arrays:
+def _bind(operation: Any, arguments: Arrays) -> Arrays:
     primitive = operation.primitive
-    if not operation.outvars:  # a print, or a callback that gives nothing back
+    if not operation.outvars:  # a print, or a callback without results
         return []
-    made = primitive.bind(*arguments, **{k: _param(k, v) for k, v in operation.params.items()})
-    made = made if primitive.multiple_results else [made]
-    for x in made:
+    results = primitive.bind(*arguments, **{k: _param(k, v) for k, v in operation.params.items()})
+    results = results if primitive.multiple_results else [results]
+    for x in results:
         if _is_narrow(x.dtype):
-            raise NotWide(f"{primitive.name} computes in {x.dtype} whatever its inputs")
-    return made
+            raise NotWide(f"{primitive.name} computes in {x.dtype} for float64 inputs")
+    return results
 
 
 def _param(name: str, value: Any) -> Any:
-    """A parameter of an operation: dtypes and the scalar programs of scatters and reductions are widened."""
+    """Widens a parameter of an operation, if it is a dtype or the scalar program of a scatter or reduction."""
     if name == "precision":
-        return None  # algorithms of products, which are for one dtype each
+        return None  # product algorithms exist for one dtype each
     if isinstance(value, np.dtype):
         return _wide(value)
     program = getattr(value, "jaxpr", value)
     if hasattr(program, "eqns"):
         jax = sys.modules["jax"]
         like = [jax.ShapeDtypeStruct(x.aval.shape, _wide(x.aval.dtype)) for x in program.invars]
-        made = jax.make_jaxpr(_closed(value))(*like)
-        return made.jaxpr if program is value else made
+        widened = jax.make_jaxpr(_closed(value))(*like)
+        return widened.jaxpr if program is value else widened
     return value
 
 
-def _in_its_own(operation: Any, arguments: Arrays) -> Arrays:
-    """Runs an operation that reads or draws bits, or rounds to integers, in the dtype that it was written for."""
+def _bind_native(operation: Any, arguments: Arrays) -> Arrays:
+    """Runs an operation that reads or draws bits, or rounds to integers, in its native dtype."""
     pairs = zip(operation.invars, arguments, strict=True)
     narrow = [x.astype(v.aval.dtype) if _is_narrow(v.aval.dtype) else x for v, x in pairs]
-    made = operation.primitive.bind(*narrow, **operation.params)
-    return [_widened(x) for x in (made if operation.primitive.multiple_results else [made])]
+    results = operation.primitive.bind(*narrow, **operation.params)
+    return [_widened(x) for x in (results if operation.primitive.multiple_results else [results])]
 
 
 def _cast(operation: Any, arguments: Arrays) -> Arrays:
-    """Between floats nothing is rounded; what becomes an integer is rounded as it was."""
+    """Drops casts between floats; casts to integers round as in native precision."""
     to_float = _kind(operation.params["new_dtype"]) != "integer"
-    return (_bound if to_float else _in_its_own)(operation, arguments)
+    return (_bind if to_float else _bind_native)(operation, arguments)
 
 
-def _called(operation: Any, arguments: Arrays) -> Arrays:
+def _call(operation: Any, arguments: Arrays) -> Arrays:
     return _inner(operation)(arguments, ())[0]
 
 
@@ -205,29 +212,29 @@ def _scan(operation: Any, arguments: Arrays) -> Arrays:
     consts, carries = params["num_consts"], params["num_carry"]
     body = _closed(params["jaxpr"])
 
-    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        made = body(*arguments[:consts], *carry, *xs)
-        return made[:carries], made[carries:]
+    def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = body(*arguments[:consts], *carry, *xs)
+        return results[:carries], results[carries:]
 
-    start, rows = list(arguments[consts : consts + carries]), list(arguments[consts + carries :])
-    end, stacked = sys.modules["jax"].lax.scan(
-        turn, start, rows, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    init, xs = list(arguments[consts : consts + carries]), list(arguments[consts + carries :])
+    carry, ys = sys.modules["jax"].lax.scan(
+        iteration, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
     )
-    return [*end, *stacked]
+    return [*carry, *ys]
 
 
 def _while(operation: Any, arguments: Arrays) -> Arrays:
     params = operation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    goes_on, body = _closed(params["cond_jaxpr"]), _closed(params["body_jaxpr"])
+    condition, body = _closed(params["cond_jaxpr"]), _closed(params["body_jaxpr"])
 
-    def more(carry: list[Any]) -> Any:
-        return goes_on(*arguments[:first], *carry)[0]
+    def holds(carry: list[Any]) -> Any:
+        return condition(*arguments[:first], *carry)[0]
 
-    def turn(carry: list[Any]) -> list[Any]:
+    def iteration(carry: list[Any]) -> list[Any]:
         return body(*arguments[first:second], *carry)
 
-    return sys.modules["jax"].lax.while_loop(more, turn, list(arguments[second:]))
+    return sys.modules["jax"].lax.while_loop(holds, iteration, list(arguments[second:]))
 
 
 def _cond(operation: Any, arguments: Arrays) -> Arrays:
@@ -239,12 +246,12 @@ def _shard_map(operation: Any, arguments: Arrays) -> Arrays:
     params = operation.params
     body = _closed(params["jaxpr"])
 
-    def on_each(*x: Any) -> tuple[Any, ...]:
+    def on_device(*x: Any) -> tuple[Any, ...]:
         return tuple(body(*x))
 
     axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     return sys.modules["jax"].shard_map(
-        on_each,
+        on_device,
         mesh=params["mesh"],
         in_specs=params["in_specs"],
         out_specs=params["out_specs"],
@@ -260,7 +267,7 @@ _RULES: dict[str, Callable[[Any, Arrays], Arrays]] = {
     "while": _while,
     "cond": _cond,
     "shard_map": _shard_map,
-    **dict.fromkeys(("bitcast_convert_type", "random_gamma", "rng_uniform"), _in_its_own),
+    **dict.fromkeys(("bitcast_convert_type", "random_gamma", "rng_uniform"), _bind_native),
     **dict.fromkeys(
         (
             "jit",
@@ -273,12 +280,12 @@ _RULES: dict[str, Callable[[Any, Arrays], Arrays]] = {
             "custom_jvp_call",
             "custom_vjp_call",
         ),
-        _called,
+        _call,
     ),
 }
 
-_OF_VALUES = _bound, _cast, _in_its_own
-"""The rules whose results are made of their arguments alone."""
+_OF_VALUES = _bind, _cast, _bind_native
+"""Rules whose results depend on the operands only."""
 
 
 def _kind(dtype: Any) -> str:

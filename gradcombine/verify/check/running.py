@@ -1,4 +1,4 @@
-"""A step under test, run on chosen examples, in its own precision and in float64; what it gives, as NumPy arrays."""
+"""Runs the step under test on chosen examples, in its native precision or in float64, with results as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradcombine.verify.check.leaves import (
     are_counts,
     array_of,
     as_floats,
-    as_kind,
+    as_framework_of,
     copied,
     examples,
     flattened,
@@ -35,14 +35,14 @@ from gradcombine.verify.check.retyping import wide as wide_types
 from gradcombine.verify.compare.ulp import rounding_unit
 
 Step: TypeAlias = Callable[[Any, Any], Any]
-"""From parameters and a batch to gradients, or to new parameters."""
+"""Function of parameters and a batch that returns gradients or new parameters."""
 
 Rows: TypeAlias = tuple[int, ...]
-"""Numbers of examples; one may occur several times."""
+"""Indices of examples, which may repeat."""
 
 
 class Split(NamedTuple):
-    """How a step divides its batch: into microbatches, on devices; (1, 1) is one batch.
+    """How a step divides its batch: numbers of microbatches and devices. (1, 1) is one batch.
 
     >>> print(Split(4, 1), "|", Split(2, 8))
     4 microbatches | 2 microbatches on 8 devices
@@ -56,16 +56,16 @@ class Split(NamedTuple):
         return first if self.devices == 1 else f"{first} on {self.devices} devices"
 
 
-WHOLE = Split()
+ONE_BATCH = Split()
 
 
 class Result(NamedTuple):
     """Result of a step.
 
     Attributes:
-      floats: the float leaves, in float64; of new parameters, their distance from the old ones.
+      floats: the float leaves, in float64; for new parameters, their change.
       integers: the other leaves.
-      dtypes: of the float leaves, as they came.
+      dtypes: dtypes of the float leaves as returned by the step.
     """
 
     floats: tuple[np.ndarray, ...]
@@ -74,20 +74,20 @@ class Result(NamedTuple):
 
 
 class Subject:
-    """The step of a factory, for every division, with its parameters and its batch.
+    """The step under test, with its parameters and batch.
 
     Args:
       make_step: ``make_step(microbatches)``, or ``make_step(microbatches, devices=...)``.
       params: a tree of arrays.
-      batch: a tree of arrays with a first axis of examples; scalars belong to all of them.
+      batch: a tree of arrays with a first axis of examples; scalars apply to all examples.
       returns_params: whether the step returns new parameters.
-      turns: whether divisions take the examples in reverse order, too.
+      reverse: whether the step also accepts the examples in reverse order.
     """
 
     def __init__(
-        self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool, turns: bool = True
+        self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool, reverse: bool = True
     ) -> None:
-        self.make_step, self.returns_params, self.turns = make_step, returns_params, turns
+        self.make_step, self.returns_params, self.reverse = make_step, returns_params, reverse
         self._params, self._params_structure = flattened(params)
         self.batch = batch
         self.names: tuple[str, ...] = ()
@@ -97,23 +97,22 @@ class Subject:
 
     @property
     def examples(self) -> int:
-        """How many examples the batch has."""
+        """Number of examples in the batch."""
         return examples(self.batch)
 
     def on(self, batch: Tree) -> Subject:
-        """This subject with another batch of as many examples."""
+        """Returns this subject with another batch of the same size."""
         other = copy.copy(self)
         other.batch = batch
         return other
 
     @property
     def params(self) -> Tree:
-        """The parameters, as they were given."""
         return self._tree(self._params)
 
     @property
     def framework(self) -> str:
-        """The framework of the inputs; of steps that take their arrays from NumPy, what their factory says."""
+        """Name of the framework of the inputs; ``make_step.framework`` overrides it."""
         if name := getattr(self.make_step, "framework", ""):
             return name
         backends = [owner(x) for x in [*self._params, *flattened(self.batch)[0]] if x is not None]
@@ -121,22 +120,21 @@ class Subject:
 
     @property
     def param_leaves(self) -> list[tuple[str, np.ndarray]]:
-        """The float parameters, by their paths."""
+        """Paths and values of the float parameters."""
         pairs = zip(self._params_structure.paths(), self._params, strict=True)
         return [(path, array_of(x)) for path, x in pairs if is_float(x)]
 
     def step(self, split: Split) -> Step:
-        """The step of a division, made once."""
+        """Returns the cached step of a division."""
         if split not in self._steps:
-            others = {} if split.devices == 1 else {"devices": split.devices}
+            devices = {} if split.devices == 1 else {"devices": split.devices}
             try:
-                made = self.make_step(split.microbatches, **others)
+                self._steps[split] = self.make_step(split.microbatches, **devices)
             except GradCombineError:
                 raise
-            except Exception as error:  # whatever a foreign function raises
+            except Exception as error:  # a user's function may raise anything
                 received = f"{type(error).__name__}: {line(error)}"
                 raise invalid(f"a make_step for {split}", received) from error
-            self._steps[split] = made
         return self._steps[split]
 
     def run(
@@ -149,33 +147,32 @@ class Subject:
         start: Sequence[np.ndarray] | None = None,
         step: Step | None = None,
     ) -> Result:
-        """Runs the step on a division of a batch.
+        """Runs the step on a batch.
 
         Args:
-          split: how it divides the batch.
-          batch: like the subject's own, of any number of examples.
-          wide: whether all floats enter in float64.
-          noise, batch_noise: what changes the float parameters, and the floats of the batch.
-          start: float64 parameters to take in place of the subject's own, one a float leaf; the result is still the
-            distance from these.
-          step: another one, in its place.
+          split: how the step divides the batch.
+          batch: like the subject's batch, with any number of examples.
+          wide: whether to run in float64.
+          noise, batch_noise: perturb the float parameters, and the floats of the batch.
+          start: float64 values to use instead of the float parameters; the result is the change relative to them.
+          step: a step to run instead of the subject's.
         """
-        made, before = self.called(step or self.step(split), batch, wide, noise, batch_noise, start)
-        result = self._result(made, before)
+        value, before = self.call(step or self.step(split), batch, wide, noise, batch_noise, start)
+        result = self._result(value, before)
         narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
         if wide and narrow is not None:
-            raise NotWide(f"it returns {narrow} whatever it is given")
+            raise NotWide(f"it returns {narrow} for float64 inputs")
         return result
 
-    def of(
+    def floats_of(
         self, function: Step, batch: Tree, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None = None
     ) -> list[np.ndarray]:
-        """The float leaves that another function of parameters and batch gives, in float64."""
-        leaves = flattened(self.called(function, batch, wide, noise)[0])[0]
+        """Calls another function of parameters and batch; returns its float leaves in float64."""
+        leaves = flattened(self.call(function, batch, wide, noise)[0])[0]
         arrays = [array_of(x) for x in leaves if is_there(x)]
         return [as_floats(x) for x in arrays if is_float_dtype(x.dtype)]
 
-    def called(
+    def call(
         self,
         function: Step,
         batch: Tree,
@@ -184,103 +181,104 @@ class Subject:
         batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
         start: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tree, list[np.ndarray]]:
-        """Calls a function; returns its result as NumPy arrays, and the float parameters that it got."""
-        entered = list(self._params)
+        """Calls a function; returns its result and the float parameters that it received, as NumPy arrays."""
+        params = list(self._params)
         if start is not None:
-            given = iter(start)
-            pairs = [(next(given), x) if is_float(x) else (None, x) for x in entered]
-            entered = [x if y is None else as_kind(y if wide else y.astype(dtype_of(x)), x) for y, x in pairs]
+            values = iter(start)
+            pairs = [(next(values), x) if is_float(x) else (None, x) for x in params]
+            params = [x if y is None else as_framework_of(y if wide else y.astype(dtype_of(x)), x) for y, x in pairs]
         program = self.program(function, batch) if wide else None
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
-            arguments = [copied(x, wide, noise) for x in entered]
+            arguments = [copied(x, wide, noise) for x in params]
             leaves, structure = flattened(batch)
             rows = [copied(x, wide, None if are_counts(x) else batch_noise) for x in leaves]
             before = [array_of(x) for x in arguments if is_float(x)]
             if program is not None and not program.retyped.problem:
                 return program([*arguments, *rows]), before
-            return self._applied(function, arguments, tree.unflatten(structure, rows)), before
+            return self._apply(function, arguments, tree.unflatten(structure, rows)), before
 
-    def _applied(self, function: Step, params: Sequence[Any], batch: Tree) -> Tree:
-        """The result of a function; of one that changes its parameters in place, these before what it returns."""
-        given = self._tree(params)
-        made = function(given, batch)
-        if not self.returns_params or self._begins(made):
-            return made
-        changed = any(x is not y for x, y in zip(flattened(given)[0], params, strict=True))
-        return (given, made) if changed else made
+    def _apply(self, function: Step, leaves: Sequence[Any], batch: Tree) -> Tree:
+        """Calls a function; returns parameters that it replaces in place before its result."""
+        params = self._tree(leaves)
+        result = function(params, batch)
+        if not self.returns_params or self._starts_with_params(result):
+            return result
+        changed = any(x is not y for x, y in zip(flattened(params)[0], leaves, strict=True))
+        return (params, result) if changed else result
 
     def _tree(self, params: Sequence[Any]) -> Tree:
         return tree.unflatten(self._params_structure, params)
 
     def program(self, function: Step, batch: Tree) -> Program | None:
-        """The JAX program of a function of parameters and batch; None where it cannot be traced."""
+        """Returns the JAX program of a function of parameters and batch, or None if it cannot be traced."""
         leaves, structure = flattened(batch)
         key = id(function), *((shape_of(x), getattr(x, "dtype", None)) for x in leaves)
         if key not in self._programs:
 
-            def of_leaves(every: list[Any]) -> Tree:
+            def of_leaves(arguments: list[Any]) -> Tree:
                 count = len(self._params)
-                return self._applied(function, every[:count], tree.unflatten(structure, every[count:]))
+                return self._apply(function, arguments[:count], tree.unflatten(structure, arguments[count:]))
 
-            made = None
+            program = None
             if "jax" in sys.modules and self.framework in ("jax", "numpy"):
-                with suppress(Exception):  # of a step that reads values, or of another framework
-                    made = Program.of(of_leaves, [*self._params, *leaves])
-            self._programs[key] = function, made  # a function that is kept keeps its id
+                with suppress(Exception):  # the step reads values, or belongs to another framework
+                    program = Program.of(of_leaves, [*self._params, *leaves])
+            self._programs[key] = function, program  # a reference to the function keeps its id unique
         return self._programs[key][1]
 
     def scaled(
-        self, split: Split, place: Callable[[Any], int | None], factors: Sequence[Sequence[float]]
+        self, split: Split, index: Callable[[Any], int | None], factors: Sequence[Sequence[float]]
     ) -> list[Result]:
-        """Results in float64 where divisors are multiplied by factors, as `Retyped.scaled` has it."""
+        """Returns the float64 results with divisors multiplied by factors, see `Retyped.scaled`."""
         leaves, params = flattened(self.batch)[0], self._params
         program = self.program(self.step(split), self.batch)
         if program is None or program.retyped.problem:
             raise NotWide("its program is not known")
         with wide_types():
-            entered = [copied(x, True, None) for x in [*params, *leaves]]
-            before = [array_of(x) for x in entered[: len(params)] if is_float(x)]
-            made = program.retyped.scaled([entered[i] for i in program.entering], place, [np.array(x) for x in factors])
-            return [self._result(program.filled(x), before) for x in made]
+            arguments = [copied(x, True, None) for x in [*params, *leaves]]
+            before = [array_of(x) for x in arguments[: len(params)] if is_float(x)]
+            arrays = [arguments[i] for i in program.array_inputs]
+            results = program.retyped.scaled(arrays, index, [np.array(x) for x in factors])
+            return [self._result(program.result(x), before) for x in results]
 
     def divided(self, split: Split, batch: Tree) -> Result:
-        """`run`; raises GradCombineError where the step cannot divide the batch."""
+        """Runs the step in its native precision; raises GradCombineError if it cannot divide the batch."""
         try:
             return self.run(split, batch)
         except GradCombineError:
             raise
-        except Exception as error:  # whatever a foreign step raises
+        except Exception as error:  # a user's step may raise anything
             expected = f"a step that takes {examples(batch)} examples as {split}"
             raise invalid(expected, f"{type(error).__name__}: {line(error)}") from error
 
     def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
-        """`run` in float64.
+        """Runs the step in float64.
 
         Raises:
-          NotWide: where it cannot be.
+          NotWide: if this is impossible.
         """
         try:
             return self.run(split, batch, wide=True, **others)
-        except Exception as error:  # whatever a foreign step raises
+        except Exception as error:  # a user's step may raise anything
             if isinstance(error, (NotWide, NotFiniteError)):
                 raise
             raise NotWide(f"it does not run in float64: {line(error)}") from None
 
-    def read(self, made: Tree) -> Result:
-        """Reads a reference that was given in place of a result."""
-        return self._result(made, [array_of(x) for x in self._params if is_float(x)])
+    def read(self, value: Tree) -> Result:
+        """Converts a reference result that the user passed."""
+        return self._result(value, [array_of(x) for x in self._params if is_float(x)])
 
     def rows(self, rows: Sequence[int]) -> Tree:
-        """A batch of these examples."""
+        """Returns a batch of these examples."""
         leaves, structure = flattened(self.batch)
         return tree.unflatten(structure, [taken(x, np.array(rows, np.int32)) for x in leaves])
 
     def arrays(self) -> list[np.ndarray]:
-        """The leaves of the batch that have a row for each example."""
+        """Returns the leaves of the batch that have a row for each example."""
         return [array_of(x) for x in flattened(self.batch)[0] if is_there(x) and shape_of(x)]
 
     def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
-        """The batch, one leaf after the other with another example's values in a row."""
+        """Yields, for each leaf, the batch with that leaf's ``row`` replaced by its row ``other``."""
         leaves, structure = flattened(self.batch)
         rows = np.arange(self.examples, dtype=np.int32)
         rows[row] = other
@@ -288,17 +286,19 @@ class Subject:
             yield tree.unflatten(structure, [*leaves[:i], taken(leaf, rows), *leaves[i + 1 :]])
 
     def zeros(self) -> Tree:
-        """A batch of as many examples, all of them zeros: what padding is made of."""
+        """Returns a batch of the same size that is all zeros, like padding."""
         leaves, structure = flattened(self.batch)
-        return tree.unflatten(structure, [as_kind(np.zeros_like(array_of(x)), x) if shape_of(x) else x for x in leaves])
+        return tree.unflatten(
+            structure, [as_framework_of(np.zeros_like(array_of(x)), x) if shape_of(x) else x for x in leaves]
+        )
 
-    def _result(self, made: Tree, before: Sequence[np.ndarray]) -> Result:
-        leaves, structure = flattened(made)
-        self._compare(made, structure)
+    def _result(self, value: Tree, before: Sequence[np.ndarray]) -> Result:
+        leaves, structure = flattened(value)
+        self._check_structure(value, structure)
         present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_there(x)]
         floats = [(i, x) for i, x in present if is_float_dtype(x.dtype)]
         if not floats:
-            raise invalid("a step that returns float arrays", f"{len(leaves)} leaves, none of them")
+            raise invalid("a step that returns float arrays", f"{len(leaves)} leaves, none of them float arrays")
         paths = list(structure.paths())
         self.names = tuple(paths[i] or "(root)" for i, _ in floats)
         wide = [widened(x) for _, x in floats]
@@ -306,24 +306,24 @@ class Subject:
             new, others = wide[: len(before)], wide[len(before) :]
             for name, x, y in zip(self.names, new, before, strict=False):
                 if x.shape != y.shape:
-                    raise invalid(f"new parameters of the old shape {y.shape}", x.shape, name)
+                    raise invalid(f"a new parameter of the same shape {y.shape}", x.shape, name)
             wide = [x - widened(y) for x, y in zip(new, before, strict=True)] + others
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
-        others = tuple(x for _, x in present if not is_float_dtype(x.dtype))
-        return Result(tuple(map(as_floats, wide)), others, tuple(x.dtype for _, x in floats))
+        integers = tuple(x for _, x in present if not is_float_dtype(x.dtype))
+        return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats))
 
-    def _begins(self, made: Tree) -> bool:
-        """Whether a result is parameters, alone or before metrics."""
-        starts = [made]
-        if type(made) is tuple and made:
-            starts += [made[0], made[: len(self._params_structure.children)]]
+    def _starts_with_params(self, result: Tree) -> bool:
+        """Whether a result is parameters, alone or followed by metrics."""
+        starts = [result]
+        if type(result) is tuple and result:
+            starts += [result[0], result[: len(self._params_structure.children)]]
         return any(flattened(x)[1] == self._params_structure for x in starts)
 
-    def _compare(self, made: Tree, structure: tree.Structure) -> None:
-        """Refuses another structure than that of the parameters, with metrics after them or not, and of other runs."""
-        if self.returns_params and not self._begins(made):
+    def _check_structure(self, result: Tree, structure: tree.Structure) -> None:
+        """Raises if the structure is not that of the parameters (before metrics), or not that of earlier results."""
+        if self.returns_params and not self._starts_with_params(result):
             raise tree.difference(self._params_structure, structure)
         if self._structure is None:
             self._structure = structure
@@ -332,60 +332,60 @@ class Subject:
 
 
 class Program(NamedTuple):
-    """The JAX program of a function from the leaves of its arguments to a tree; some leaves of both are no arrays.
+    """JAX program of a function from the leaves of its arguments to a tree; leaves may be other objects than arrays.
 
     Attributes:
-      retyped: from arrays to arrays.
-      entering, leaving: the places of these among the leaves.
-      leaves: of the tree, None in place of each array.
-      structure: of the tree.
+      retyped: the program, from arrays to arrays.
+      array_inputs, array_outputs: indices of the leaves that are arrays.
+      leaves: leaves of the result, with None for arrays.
+      structure: structure of the result.
     """
 
     retyped: Retyped
-    entering: list[int]
-    leaving: list[int]
+    array_inputs: list[int]
+    array_outputs: list[int]
     leaves: list[Any]
     structure: tree.Structure
 
     @classmethod
     def of(cls, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> Program:
-        """The program that a function runs for these leaves."""
-        entering = [i for i, x in enumerate(leaves) if is_there(x) and not isinstance(x, NUMBERS)]
+        """Traces a function on these leaves."""
+        array_inputs = [i for i, x in enumerate(leaves) if is_there(x) and not isinstance(x, NUMBERS)]
         traced: list[tuple[list[int], list[Any], tree.Structure]] = []
 
         def run(arrays: list[Any]) -> list[Any]:
-            every = list(leaves)
-            for i, x in zip(entering, arrays, strict=True):
-                every[i] = x
-            made, structure = flattened(function(every))
-            leaving = [i for i, x in enumerate(made) if is_there(x)]
-            traced.append((leaving, [None if i in leaving else x for i, x in enumerate(made)], structure))
-            return [made[i] for i in leaving]
+            arguments = list(leaves)
+            for i, x in zip(array_inputs, arrays, strict=True):
+                arguments[i] = x
+            results, structure = flattened(function(arguments))
+            outputs = [i for i, x in enumerate(results) if is_there(x)]
+            traced.append((outputs, [None if i in outputs else x for i, x in enumerate(results)], structure))
+            return [results[i] for i in outputs]
 
-        return cls(Retyped(run, [leaves[i] for i in entering]), entering, *traced[0])
+        return cls(Retyped(run, [leaves[i] for i in array_inputs]), array_inputs, *traced[0])
 
     def __call__(self, leaves: Sequence[Any]) -> Tree:
-        """The tree for other leaves of these shapes, in float64."""
-        return self.filled(self.retyped([leaves[i] for i in self.entering]))
+        """Runs the program in float64 on other leaves of the same shapes."""
+        return self.result(self.retyped([leaves[i] for i in self.array_inputs]))
 
-    def filled(self, arrays: Sequence[Any]) -> Tree:
-        """The tree of these results."""
-        made = list(self.leaves)
-        for i, x in zip(self.leaving, arrays, strict=True):
-            made[i] = x
-        return tree.unflatten(self.structure, made)
+    def result(self, arrays: Sequence[Any]) -> Tree:
+        """Builds the result of the function from the arrays that the program returned."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.array_outputs, arrays, strict=True):
+            leaves[i] = x
+        return tree.unflatten(self.structure, leaves)
 
 
 class NotFiniteError(GradCombineError):
-    """A result that holds NaN or infinity."""
+    """Raised for a result that contains NaN or infinity."""
 
     def __init__(self, path: str) -> None:
         super().__init__("", "a step whose result is finite", "NaN or infinity", path)
 
 
 def line(error: Exception) -> str:
-    """An error's message, in one line."""
+    """Returns the message of an error as one line."""
     lines = str(error).strip().splitlines()
-    # TensorFlow's first line may be a heading, and the last one the error.
+    # TensorFlow's first line may be a heading, with the error in the last line.
     chosen = [lines[0], *lines[-1:]] if lines and lines[0].endswith(":") else lines[:1]
     return " ".join(x.strip() for x in chosen) or type(error).__name__

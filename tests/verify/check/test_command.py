@@ -95,7 +95,7 @@ def uneven(): return right, PARAMS, {"x": BATCH["x"], "mask": BATCH["mask"][:3]}
 """
 
 
-CENTRED = "act on each other, by design or not"
+CENTRED = "affect each other, by design or not"
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def run(name: str, *options: Any) -> tuple[int, str]:
 
 def test_a_step_that_is_right(here: Path) -> None:
     code, output = run("right_case", "--microbatches", "2,3")
-    assert code == 0 and "the same: 2 microbatches and 3 microbatches give what one batch gives" in output
+    assert code == 0 and "the same: 2 microbatches and 3 microbatches give the result of one batch" in output
 
 
 def test_a_mean_of_means_is_named_with_what_to_write(here: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_is_by_design_is_allowed_by_name(here: Path) -> None:
 
 def test_terms_are_named_on_the_command_line(here: Path) -> None:
     status, text = run("wrong_case", "--terms", "steps_to_check:each_term")
-    assert (status, "is divided by what does not count it" in text) == (1, True), text
+    assert (status, "has the wrong denominator" in text) == (1, True), text
     assert run("wrong_case", "--terms", "steps_to_check:no_term")[0] == 2
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_compared_does_not_pass(here: Path) -> None:
         ("right_case", ("--baseline", "none.json"), "a baseline written by --json"),
         ("right_case", ("--json", "no/such/file.json"), "a path in an existing folder for --json"),
         ("unseeded_case", (), "seed random numbers in each call.*received .?other results for one batch"),
-        ("counting_case", (), "pass in what a call keeps.*received .?other results for one batch"),
+        ("counting_case", (), "pass state in as an argument.*received .?other results for one batch"),
         ("of_the_last_batch_case", (), "received .?other results for one batch"),
         ("slow_case", ("--timeout", "0.2"), "a check that takes less than 0.2 s"),
     ],
@@ -223,7 +223,9 @@ def test_the_fixtures_read_like_the_command(pytester: pytest.Pytester, monkeypat
     done = pytester.runpytest_subprocess("-p", "no:gradcombine", "-p", "gradcombine.pytest_plugin", "-p", "no:xdist")
     done.assert_outcomes(passed=1, failed=3)
     done.stdout.fnmatch_lines(["*not the same: 4 microbatches: mean of means*", "instead: return sums and counts*"])
-    done.stdout.fnmatch_lines(["cannot tell: one batch: the same call gives something else*seed random numbers*"] * 2)
+    done.stdout.fnmatch_lines(
+        ["cannot tell: one batch: a repeated call returns a different result*seed random numbers*"] * 2
+    )
 
 
 @pytest.mark.needs("tensorflow")

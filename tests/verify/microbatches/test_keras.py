@@ -85,7 +85,7 @@ def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
 
     report = check(ALIKE, keras.optimizers.SGD(0.1), accumulating(), loss=narrow)
     assert report.verdict is Verdict.CANNOT_TELL, str(report)
-    assert "not checked: accuracy, since the step rounds to something narrower" in str(report)
+    assert "not checked: accuracy, since the step rounds to a dtype narrower" in str(report)
 
 
 def test_a_model_of_keras_is_a_loss() -> None:

@@ -137,7 +137,7 @@ def test_a_right_accumulation_passes(partial: bool) -> None:
     report = check(FULL, optimizer(), accumulate, arguments=weighted, partial=partial, microbatches=[2, 3, 4])
     assert report.passes, str(report)
     assert report.cause is None
-    assert {run.name for run in report.runs} >= {"3 microbatches", "the additions of 3 microbatches"}
+    assert {run.name for run in report.runs} >= {"3 microbatches", "the accumulator with 3 microbatches"}
     assert all(run.invariance <= 1 for run in report.runs)
     assert report.not_asked == (() if partial else ("partial windows",))
 

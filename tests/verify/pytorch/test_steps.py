@@ -345,14 +345,14 @@ def test_the_other_functions_of_a_check_get_tensors_too(way: str, causes: list[C
 
     report = check_step(make_step, Net(), BATCH, **others)
     assert [fault.cause for fault in report.faults] == causes, report
-    assert report.reference == "the given reference" and not report.not_asked
+    assert report.reference == "the reference argument" and not report.not_asked
 
 
 def test_what_stays_narrow_cannot_be_told() -> None:
     made_outside = engine(1)
     report = check_step(lambda k: made_outside, Net().state_dict(), BATCH, returns="params")
     assert report.verdict is Verdict.CANNOT_TELL
-    assert "in place that is narrower" in report.not_checked[-1]
+    assert "narrower than float64 in place" in report.not_checked[-1]
 
 
 def test_parameters_that_are_given_stay_as_they_are() -> None:

@@ -494,5 +494,5 @@ def adam_in_numpy(k: int) -> Any:
     return step
 
 
-NOT_COMPARED = {"variables_of_float32": "it returns float32 whatever it is given"}
+NOT_COMPARED = {"variables_of_float32": "it returns float32 for float64 inputs"}
 """Steps whose accuracy cannot be measured, and the reason: they are not accused, and do not pass."""

@@ -28,21 +28,27 @@ WITH_PLACEHOLDERS = REAL | {"mask": REAL["mask"] * (np.arange(8) < 6)[:, None].a
 DEFECTS: dict[str, tuple[Any, dict[str, Any], Cause, str]] = {
     "mean of means": (defects.mean_of_means, {}, Cause.MEAN_OF_MEANS, "they weigh from 0.24 to 0.76"),
     "sum of means": (defects.sum_of_means, {}, Cause.SUM, "2 times the mean"),
-    "the rest dropped": (defects.drops_the_rest, UNEVEN, Cause.LOST, "examples 8, 9, divided by the rest"),
-    "the last dropped": (defects.drops_the_last, {"microbatches": (4,)}, Cause.LOST, "examples 6, 7, divided by all"),
-    "only the last": (defects.only_the_last, {}, Cause.LOST, "examples 0, 1, 2, 3, divided by the rest"),
+    "the rest dropped": (
+        defects.drops_the_rest, UNEVEN, Cause.LOST, "examples 8, 9; the rest is divided by its own weight",
+    ),
+    "the last dropped": (
+        defects.drops_the_last, {"microbatches": (4,)}, Cause.LOST, "examples 6, 7; the rest is divided by the weight",
+    ),
+    "only the last": (
+        defects.only_the_last, {}, Cause.LOST, "examples 0, 1, 2, 3; the rest is divided by its own weight",
+    ),
     "doubled": (defects.doubles, {}, Cause.DOUBLED, "example 3"),
-    "zeros counted": (defects.pads_with_zeros, UNEVEN, Cause.PLACEHOLDERS, "2 rows that fill up"),
+    "zeros counted": (defects.pads_with_zeros, UNEVEN, Cause.PLACEHOLDERS, "the last microbatch is padded with 2 rows"),
     "trained on padding": (
-        defects.trains_on_padding, {"batch": WITH_PLACEHOLDERS}, Cause.PLACEHOLDERS, "ignores what example 6 holds",
+        defects.trains_on_padding, {"batch": WITH_PLACEHOLDERS}, Cause.PLACEHOLDERS, "the contents of example 6",
     ),
     "clipped each": (defects.clips_each, {}, Cause.CHANGED_BEFORE, "a norm of 0.05"),
     "decay each": (defects.decays_each, {}, Cause.ADDED, "0.001 times the parameters"),
     "little decay each": (partial(defects.decays_each, rate=1e-5), {}, Cause.ADDED, "1e-05 times the parameters"),
-    "schedule each": (defects.scheduled_each, {}, Cause.BY_PLACE, "1, 0.5 times"),
+    "schedule each": (defects.scheduled_each, {}, Cause.BY_PLACE, "multiplied by 1, 0.5"),
     "updates each": (defects.updates_each, {"returns": "params"}, Cause.MOVED_EACH, "2 updates"),
-    "float16": (defects.narrow, {}, Cause.PRECISION, "what 16 bits round"),
-    "bfloat16": (partial(defects.narrow, dtype=ml_dtypes.bfloat16), UNEVEN, Cause.PRECISION, "what 16 bits round"),
+    "float16": (defects.narrow, {}, Cause.PRECISION, "within 16-bit rounding"),
+    "bfloat16": (partial(defects.narrow, dtype=ml_dtypes.bfloat16), UNEVEN, Cause.PRECISION, "within 16-bit rounding"),
     "rows set": (defects.overwrites_rows, {}, Cause.SCATTER, "rows keep one contribution"),
     "a microbatch without tokens": (
         defects.weighted_means, {"batch": WITH_PLACEHOLDERS, "microbatches": (4,)}, Cause.NOT_FINITE, "[0]",
@@ -175,9 +181,9 @@ def divide_near_each(made: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("divide", "detail"),
     [
-        (partial(divide_rightly, near_by="words"), "near by the weight of words"),
-        (divide_each, "words by the weight of words in each microbatch"),
-        (divide_near_each, "near by the weight of words in each microbatch"),
+        (partial(divide_rightly, near_by="words"), "near divided by the weight of words"),
+        (divide_each, "words divided by the weight of words in each microbatch, then averaged"),
+        (divide_near_each, "near divided by the weight of words in each microbatch, then averaged"),
         (divide_rightly, None),
     ],
 )
@@ -190,7 +196,7 @@ def test_a_term_divided_by_what_does_not_count_it(divide: Any, detail: str | Non
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (lambda params, part: {"words": by_hand.sums(params, part)}, "terms that add up to one batch"),
+        (lambda params, part: {"words": by_hand.sums(params, part)}, "terms that add up to the gradient of one batch"),
         (lambda params, part: [1.0], "received AttributeError"),
         (lambda params, part: {"words": 3.0}, "received TypeError"),
         (lambda params, part: {"words": (params[:1], 1)}, "gradients of terms like those of the step"),

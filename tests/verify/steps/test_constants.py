@@ -39,7 +39,7 @@ def test_another_epsilon_is_told() -> None:
     report = check_step(lambda k: made(k, 1e-5 if k == 1 else 1e-6), PARAMS, BATCH)
     assert report.verdict is Verdict.CANNOT_TELL, report
     assert report.not_checked == (
-        "constants: 1e-05 in one batch, and 1e-06 in 4 microbatches, which rounding may hide",
+        "constants: 1e-05 in one batch but 1e-06 in 4 microbatches, a difference that rounding may hide",
     )
 
 

@@ -301,7 +301,7 @@ def test_a_step_that_jumps_cannot_be_told() -> None:
     thirds = {"x": np.float32(np.arange(1, 81).reshape(16, 5)) / np.float32(3)}
     report = check_step(make_step, PARAMS, thirds)
     assert report.verdict is Verdict.CANNOT_TELL
-    assert "its own rounding hides" in report.not_checked[0]
+    assert "which rounding hides" in report.not_checked[0]
 
 
 def test_a_step_that_is_made_for_one_division_alone_is_checked() -> None:

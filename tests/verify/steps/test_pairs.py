@@ -326,7 +326,11 @@ PAIRED: dict[str, Pair] = {
     ),
     "a schedule at each": (
         *(scheduled_each, P, TEXT, NEW),
-        *(Cause.BY_PLACE, "count 1, 3.25, 5.5, 7.75 times", "adamw, clipped, with a schedule"),
+        *(
+            Cause.BY_PLACE,
+            "multiplied by 1, 3.25, 5.5, 7.75, also with the examples reversed",
+            "adamw, clipped, with a schedule",
+        ),
     ),
     "decay at each": (decayed_each, P, TEXT, NEW, Cause.MOVED, "by -0.0099999", "sgd with momentum"),
     "noise at each": (

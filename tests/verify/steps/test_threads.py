@@ -162,7 +162,7 @@ CASES: dict[str, Case] = {
         beside_words(of_each),
         right(ahead, balance),
         Cause.DENOMINATOR,
-        "balance by the weight of balance in each microbatch, added up",
+        "balance divided by the weight of balance in each microbatch, then summed",
         terms=WITH_EXPERTS,
     ),
     # The gradient of the experts' balance is divided as if it were a mean over ranks once more.
@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
         beside_words(lambda params, parts: ratio(balance, params, parts) / len(parts)),
         right(ahead, balance),
         Cause.DENOMINATOR,
-        "balance by the number of microbatches too",
+        "balance also divided by the number of microbatches",
         terms=WITH_EXPERTS,
     ),
     # A head that looks further ahead has fewer tokens, and is divided by those of the main head.
@@ -178,7 +178,7 @@ CASES: dict[str, Case] = {
         beside_words(lambda params, parts: ratio(ahead_2, params, parts, by=ahead)),
         right(ahead, ahead_2),
         Cause.DENOMINATOR,
-        "further by the weight of words",
+        "further divided by the weight of words",
         terms=WITH_HEADS,
     ),
     # What looks further ahead is a mean in each microbatch, which is added to sums, and divided by their tokens.
@@ -189,7 +189,7 @@ CASES: dict[str, Case] = {
         ),
         right(ahead, ahead_2),
         Cause.DENOMINATOR,
-        "further by the weight of further in each microbatch, added up, and by the weight of words",
+        "further divided by the weight of further in each microbatch, then summed and divided by the weight of words",
         terms=WITH_HEADS,
     ),
     # The balance over a batch is not the mean of the balances over its microbatches.
@@ -232,7 +232,7 @@ CASES: dict[str, Case] = {
         ),
         right(ahead, balance),
         Cause.DENOMINATOR,
-        "balance by the weight of balance in each microbatch, which weighs as words does",
+        "balance divided by the weight of balance in each microbatch, then averaged with the weights of words",
         terms=WITH_EXPERTS,
     ),
     # All is divided by the tokens of the window, the balance of the experts too.
@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
         beside_words(lambda params, parts: ratio(balance, params, parts, by=ahead)),
         right(ahead, balance),
         Cause.DENOMINATOR,
-        "balance by the weight of words",
+        "balance divided by the weight of words",
         terms=WITH_EXPERTS,
     ),
 }
