@@ -1,5 +1,5 @@
 # pyright: standard
-"""Accumulation around any Keras optimizer."""
+"""An accumulating wrapper for any Keras optimizer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from gradcombine.errors import (
     within,
 )
 from gradcombine.integrations.keras import settings
-from gradcombine.integrations.keras.losses import Unweighed
-from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduction_of
+from gradcombine.integrations.keras.losses import UnweightedSizes
+from gradcombine.integrations.keras.settings import Parts, ReductionName, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
 from gradcombine.types import Array, Leaf, Order, Precision, Scalar
 from gradcombine.wires import Wire
 from gradcombine.wires.wire import named
 
-# As in Keras itself, the backend is chosen at import, and the other framework need not be installed.
+# Keras fixes its backend at import; the other framework need not be installed.
 if keras.backend.backend() == "tensorflow":
     from gradcombine.integrations.keras.on_tensorflow import TensorflowWindow as BackendWindow
 elif keras.backend.backend() == "jax":
@@ -38,59 +38,59 @@ elif keras.backend.backend() == "jax":
 else:
     raise GradCombineError("keras", "Keras' backend 'tensorflow' or 'jax'", repr(keras.backend.backend()))
 
-_OPERATION = "Accumulate"
-
 
 @keras.saving.register_keras_serializable("gradcombine")
 class Accumulate(WindowWrapper):
-    """Runs a Keras optimizer once a window, on the gradients combined over its microbatches and over the replicas.
+    """Runs a Keras optimizer once per window, on gradients combined over the window's microbatches and the replicas.
 
-    It is used like any other optimizer, in ``compile``, ``fit`` and custom loops. Microbatches are only added to their
-    window, until the last one runs ``inner_optimizer``. So clipping, weight decay, moving averages, constraints,
-    learning-rate schedules and ``iterations`` count windows. Accumulators are float32 for narrower gradients.
+    Use it like any other optimizer, in ``compile``, ``fit`` and custom training loops. A call adds one microbatch to
+    the accumulators; the last one of a window runs ``inner_optimizer``. Clipping, weight decay, moving averages,
+    constraints, learning-rate schedules and ``iterations`` therefore count windows. Gradients narrower than float32 are
+    accumulated in float32.
 
-    ``fit`` gives every microbatch weight 1; the callback `FlushAtEpochEnd` makes it the number of examples, and applies
-    what an epoch leaves over. `WeightedTrainStep` has weights of your own, and ``apply`` takes them in a custom loop.
-    Where Keras' own ``train_step`` hands over batches of different sizes without either, a warning says so, once for
-    each optimizer: at the latest at the end of ``fit``.
+    In ``fit`` every microbatch has weight 1. The callback `FlushAtEpochEnd` weights it by its number of examples, and
+    applies the partial window at the end of an epoch; `WeightedTrainStep` is for other weights. In a custom loop, pass
+    them to ``apply``. If Keras' ``train_step`` gets batches of different sizes and no weights, a warning is issued,
+    once per optimizer, at the end of ``fit`` at the latest.
 
-    A gradient that is None adds nothing. For a variable that has had no gradient yet, the inner optimizer gets None,
-    and Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense.
+    A gradient of None adds nothing. For a variable that has never had a gradient the inner optimizer gets None, and
+    Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense.
 
-    Replicas of a tf.distribute strategy exchange gradients only at the boundary. Like every Keras optimizer, this one
-    takes gradients that are to be summed over replicas: Keras divides its losses by their number. The mean is over
-    all their microbatches, by weight.
+    Replicas of a tf.distribute strategy exchange gradients only at the boundary of a window. Like every Keras
+    optimizer, this one expects gradients that are to be summed over replicas, as Keras divides its losses by the number
+    of replicas. The result is the weighted mean over the microbatches of all replicas.
 
-    A dynamic loss scale goes inside: ``Accumulate(LossScaleOptimizer(inner), ...)``. It then decides at the boundary,
-    by the combined gradients, which are the same on all replicas; a window with an infinity is skipped as a whole. A
-    LossScaleOptimizer around this optimizer, as ``compile`` adds it under the policy mixed_float16 if there is none
-    inside, skips single microbatches. It is refused on several replicas, as it would look at the first one only.
+    Put dynamic loss scaling inside: ``Accumulate(LossScaleOptimizer(inner), ...)``. It then checks the combined
+    gradients, which are identical on all replicas, and skips the entire window if one is infinite. A LossScaleOptimizer
+    around this optimizer (``compile`` adds one under the policy mixed_float16 if there is none inside) skips single
+    microbatches. With several replicas it is an error, as it would check the gradients of the first replica only.
 
     Args:
       inner_optimizer: a Keras optimizer, its name or its config.
-      every: the microbatches of a window: an integer of 1 or more, or a function of the window's index (int32 scalar),
-        registered by keras.saving.register_keras_serializable if the model is to be saved.
+      every: number of microbatches per window: an integer of 1 or more, or a function of the window's index (int32
+        scalar), registered with keras.saving.register_keras_serializable if the model is to be saved.
       reduction: ``"mean"``; or ``"sum"``, for losses that are sums over the examples.
       precision: ``"fast"``, ``"compensated"`` or ``"exact"``, as for `gradcombine.reductions.sum`.
-      dtype: of the accumulators, as there.
-      wire: how replicas of a strategy send their windows: `gradcombine.wires.cast` or `gradcombine.wires.blocks`. Paths
-        of leaves are positions. One with a function as ``wide`` is not made again from a config.
+      dtype: accumulator dtype, as for `gradcombine.reductions.sum`.
+      wire: encoding of the windows that replicas exchange: `gradcombine.wires.cast` or `gradcombine.wires.blocks`. Leaf
+        paths are positions in the list of gradients. A wire whose ``wide`` is a function cannot be restored from a
+        config.
       order, max_every: as for `gradcombine.accumulate`.
-      name: of the optimizer.
+      name: name of the optimizer.
 
     Raises:
-      GradCombineError: for an inner optimizer that accumulates itself; for gradients that are all None or do not match
+      GradCombineError: for an inner optimizer that itself accumulates; for gradients that are all None or do not match
         the variables; as `gradcombine.accumulate`. The window is unchanged then.
 
-    Bits: the inner optimizer gets those of `gradcombine.combine` over the microbatches (over replicas, as
+    Bits: the inner optimizer gets the bits of `gradcombine.combine` over the microbatches (over replicas, of
     `gradcombine.merge_replicas`), on both backends.
 
-    Training resumes from a ``.keras`` file in the middle of a window, to the bit, with as many replicas or more, and on
-    the other backend; with fewer, their windows are merged. A window that has been begun also continues with another
-    ``every`` or ``order``, or with a wider ``dtype``. It is refused, and nothing is changed, if it already has as many
-    microbatches as ``every``, and for another reduction, precision or wire or a narrower dtype. A tf.train.Checkpoint
-    resumes with the same settings (with a shorter ``every``, the window gets that many microbatches more) on one
-    replica; of several it holds only the first one's window, so flush before saving.
+    Training resumes bit for bit from a ``.keras`` file saved in the middle of a window, on either backend, with the
+    same number of replicas or more; with fewer, windows are merged. A partial window can also continue with a different
+    ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and changes nothing, if the window already has
+    ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is narrower. A
+    tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the window gets that many additional
+    microbatches) on one replica; with several it holds only the first replica's window, so flush before saving.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 
@@ -109,7 +109,7 @@ class Accumulate(WindowWrapper):
         inner_optimizer: Any,
         every: int | Callable[[Array], Scalar],
         *,
-        reduction: Name = "mean",
+        reduction: ReductionName = "mean",
         precision: Precision = "fast",
         dtype: str | None = None,
         wire: Wire | None = None,
@@ -125,8 +125,8 @@ class Accumulate(WindowWrapper):
         self.order: Order = order
         self.wire: Wire | None = wire
         self.max_every = max_every
-        self._kind = f"{reduction}, precision {precision!r}" + (f", {wire!r}" if wire else "")
-        self._combined, self._weights, self._unweighed = combined, Weights(), Unweighed(self)
+        self._description = f"{reduction}, precision {precision!r}" + (f", {wire!r}" if wire else "")
+        self._combined, self._weights, self._unweighted = combined, Weights(), UnweightedSizes(self)
         self._scaled_outside = False
         self.inner_optimizer = inner
         if type(self) is Accumulate and settings.scales_loss(inner):
@@ -138,16 +138,16 @@ class Accumulate(WindowWrapper):
             both = settings.scales_loss(self.inner_optimizer)
             if both:
                 raise invalid(settings.ONE_LOSS_SCALE, "both")
-            # So a LossScaleOptimizer around this one says that the gradients are unscaled already.
+            # A LossScaleOptimizer around this one assigns None, as it unscales the gradients.
             self._scaled_outside = value is None
         super().__setattr__(name, value)
 
     @operation("Accumulate")
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the windows and builds the inner optimizer; ``fit`` calls it. Under a strategy, call it in its scope.
+        """Creates the accumulators and builds the inner optimizer; called by ``fit``, else in the strategy's scope.
 
         Args:
-          variables: what is trained.
+          variables: the trainable variables.
         """
         if self.built:
             return
@@ -165,8 +165,8 @@ class Accumulate(WindowWrapper):
         for variable in window.variables:
             self._track_variable(variable)
         self._window = window
-        self._checkpointed = window.checkpointed(self._kind)
-        # Bypasses Keras' tracking of attributes: trained variables are not among the optimizer's.
+        self._checkpointed = window.checkpointed(self._description)
+        # Bypasses Keras' attribute tracking: the trained variables are not variables of the optimizer.
         self.__dict__["_trainable_variables"] = variables
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
         self.built = True
@@ -175,14 +175,15 @@ class Accumulate(WindowWrapper):
     def apply(
         self, grads: Sequence[Leaf], trainable_variables: Sequence[Any] | None = None, weight: Scalar = None
     ) -> None:
-        """One microbatch; the last one of a window runs the inner optimizer.
+        """Adds one microbatch; the last one of a window runs the inner optimizer.
 
         Args:
-          grads: one gradient a variable, of its shape and dtype, or None.
-          trainable_variables: those that the optimizer was built with, or some of them; None: all. Builds it, if it is
-            not yet.
-          weight: of the microbatch on this replica, for instance its number of tokens: a scalar, finite and not
-            negative. One of weight 0 changes nothing, but is a step of its window. None: what `weighted` says, else 1.
+          grads: one gradient per variable, of its shape and dtype, or None.
+          trainable_variables: variables that the optimizer was built with, all or some; None: all. Builds the optimizer
+            if necessary.
+          weight: weight of the microbatch on this replica, for instance its number of tokens: a finite, nonnegative
+            scalar. Weight 0 adds nothing, but the microbatch counts toward its window. None: the weight set by
+            `weighted`, or 1.
         """
         gradients = require_items("a list of gradients", grads)
         if not gradients:
@@ -195,13 +196,13 @@ class Accumulate(WindowWrapper):
         require_given("a gradient for one variable or more", next((x for x in gradients if x is not None), None))
         weight = self._weights.current() if weight is None else weight
         if weight is None:
-            self._unweighed.add(window)
+            self._unweighted.add(window)
         window.contribute(gradients, 1 if weight is None else weight)
         self._iterations.assign_add(1)
 
     @operation("Accumulate")
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Scalar = None) -> Array:
-        """`apply` for pairs; returns the number of microbatches so far."""
+        """Calls `apply` on pairs of gradient and variable; returns the number of microbatches so far."""
         expected = "pairs of a gradient and its variable"
         pairs = require_items(expected, grads_and_vars)
         for i, pair in enumerate(pairs):
@@ -218,25 +219,25 @@ class Accumulate(WindowWrapper):
         trainable_variables: Sequence[Any],
         weight: Scalar = None,
     ) -> tuple[list[Array], list[Array]]:
-        """`apply` as a pure function of the variables' values, on the JAX backend; see Keras.
+        """Pure version of `apply` on the variables' values, on the JAX backend; see Keras.
 
         Returns:
-          The values of the trainable variables and of ``variables``. To have them updated in place, take them in this
-          order where they are donated to jax.jit: it pairs donated arguments with results by order.
+          The new values of the trainable variables and of ``variables``. A jitted step that donates both should take
+          them in this order: jax.jit pairs donated arguments with results by position.
         """
         settings.require_jax("stateless_apply")
         with self._weights.set_to(self._weights.current() if weight is None else weight):
-            # Not super(), which in a `ScaledAccumulate` is a LossScaleOptimizer's.
+            # Not super(), which in `ScaledAccumulate` is LossScaleOptimizer.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     @operation("Accumulate")
     def flush(self) -> Array:
-        """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
+        """Applies a partial window, divided by its actual weight, and starts a new one, e.g. at the end of the data.
 
         Under a strategy, call it outside of strategy.run, or in replica context on all replicas.
 
         Returns:
-          Whether there was one, a boolean scalar. A window that is empty or has been applied changes nothing.
+          Boolean scalar: whether there was a partial window. Otherwise nothing changes.
         """
         return False if self._window is None else self._window.flush()
 
@@ -244,7 +245,7 @@ class Accumulate(WindowWrapper):
     def stateless_flush(
         self, optimizer_variables: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Array], list[Array]]:
-        """`flush` as a pure function, on the JAX backend: arguments and result as of `stateless_apply`."""
+        """Pure version of `flush`, on the JAX backend; arguments and results as for `stateless_apply`."""
         settings.require_jax("stateless_flush")
         window = self._built_window()
         trained = self._trainable_variables
@@ -257,25 +258,25 @@ class Accumulate(WindowWrapper):
         return [scope.get_current_value(x) for x in trained], [scope.get_current_value(x) for x in self.variables]
 
     def weighted(self, weight: Scalar) -> AbstractContextManager[None]:
-        """Gives the microbatches that this thread applies inside of a with statement a weight.
+        """Sets the weight of the microbatches that this thread applies inside a with statement.
 
-        For a ``train_step`` of your own, where Keras calls ``apply`` without one.
+        For a custom ``train_step`` in which Keras calls ``apply``, without a weight.
         """
         return self._weights.set_to(weight)
 
     @operation("Accumulate")
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """As the inner optimizer does; ``fit`` calls it at its end."""
+        """Finalizes the variables as the inner optimizer does; called at the end of ``fit``."""
         if self._window is None:
             return
-        self._unweighed.end(self._window)
-        if not self._window.holds(var_list):
+        self._unweighted.end(self._window)
+        if not self._window.have_values(var_list):
             return
         super().finalize_variable_values(var_list)
         self._window.unshare(var_list)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, with the inner optimizer's config."""
+        """Returns the constructor's arguments, with the inner optimizer's config."""
         serialize = keras.saving.serialize_keras_object
         return {
             "inner_optimizer": serialize(self.inner_optimizer),
@@ -292,20 +293,18 @@ class Accumulate(WindowWrapper):
     @classmethod
     @operation("Accumulate")
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Accumulate:
-        """The optimizer of a config."""
-        with translate_errors(
-            "a config, as get_config returns it", Exception
-        ):  # Keras has a class of error for each part
-            copied = copy.deepcopy(config)  # Keras takes names out of what it reads
-            made = {
-                name: keras.saving.deserialize_keras_object(copied[name], custom_objects=custom_objects)
-                for name in ("inner_optimizer", "every")
-            }
-            made["wire"] = named(copied["wire"]) if copied.get("wire") is not None else None
-            return cls(**{**copied, **made})
+        """Creates an optimizer from the result of `get_config`."""
+        # Deserialization raises errors of many classes.
+        with translate_errors("a config, as get_config returns it", Exception):
+            arguments = copy.deepcopy(config)  # deserialization removes keys
+            for name in ("inner_optimizer", "every"):
+                arguments[name] = keras.saving.deserialize_keras_object(arguments[name], custom_objects=custom_objects)
+            if arguments.get("wire") is not None:
+                arguments["wire"] = named(arguments["wire"])
+            return cls(**arguments)
 
     def _aligned(self, gradients: list[Leaf], variables: Sequence[Any] | None) -> list[Leaf]:
-        """One gradient for each variable that the optimizer was built with."""
+        """Returns one gradient or None per variable that the optimizer was built with."""
         targets = list[Any](self._trainable_variables if variables is None else variables)
         require_equal("{} gradients, one per variable", len(targets), len(gradients))
         if variables is None:
@@ -316,14 +315,14 @@ class Accumulate(WindowWrapper):
 
 
 def accumulating(optimizer: Any) -> Accumulate | None:
-    """The accumulating optimizer of a model: its own, or the one in a LossScaleOptimizer."""
+    """Returns a model's optimizer if it accumulates, or the accumulating one inside a LossScaleOptimizer, or None."""
     return next((x for x in settings.chain(optimizer) if isinstance(x, Accumulate)), None)
 
 
 @keras.saving.register_keras_serializable("gradcombine")
 class ScaledAccumulate(Accumulate, keras.optimizers.LossScaleOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """An `Accumulate` around a LossScaleOptimizer, which is a LossScaleOptimizer to Keras.
+    """An `Accumulate` around a LossScaleOptimizer; Keras takes it for a LossScaleOptimizer.
 
-    So ``compile`` puts no second one around it, also where it compiles what a file holds: that does not say that it was
+    Otherwise ``compile`` would add a second one, also to a model loaded from a file, which does not record that it was
     compiled with ``auto_scale_loss=False``.
     """

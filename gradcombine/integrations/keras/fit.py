@@ -1,5 +1,5 @@
 # pyright: standard
-"""Weights of microbatches in fit, and the end of the data."""
+"""Weights of the microbatches of ``fit``, and a flush at the end of each epoch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradcombine.types import Array, Tree
 
 
 class WeightedTrainStep:
-    """Mixin for a keras.Model whose ``fit`` tells `Accumulate` the weight of each microbatch.
+    """Mixin for a keras.Model whose ``fit`` passes the weight of each microbatch to `Accumulate`.
 
-    For weights of your own in place of the numbers of examples, which `FlushAtEpochEnd` takes. Without either every
-    microbatch of ``fit`` has weight 1, which is right if all have the same size. The last one of an epoch often has
-    not, nor have the replicas' shares of it.
+    Use it for weights other than the numbers of examples, which `FlushAtEpochEnd` sets. With neither, every microbatch
+    of ``fit`` has weight 1, which is correct if all have the same size. The last batch of an epoch is often smaller,
+    and may be divided unevenly among replicas.
 
-    Put it before keras.Model: ``class Model(WeightedTrainStep, keras.Model)``. The functional API and subclassing work
-    alike. Compiled with another optimizer, nothing changes. A ``train_step`` of your own calls ``super().train_step``,
-    or, in place of the mixin, opens ``optimizer.weighted(weight)`` around what applies the gradients.
+    List it before keras.Model: ``class Model(WeightedTrainStep, keras.Model)``, for functional and subclassed models
+    alike. It has no effect with other optimizers. A custom ``train_step`` calls ``super().train_step``, or, without the
+    mixin, applies the gradients inside ``with optimizer.weighted(weight)``.
 
     >>> import keras, numpy as np
     >>> class Model(WeightedTrainStep, keras.Model):
@@ -34,27 +34,28 @@ class WeightedTrainStep:
 
     @operation("Accumulate")
     def microbatch_weight(self, x: Tree, y: Tree, sample_weight: Tree) -> Array:
-        """The weight of one microbatch on one replica: by default the one that belongs to the reduction of the losses.
+        """Computes the weight of one microbatch on one replica, by default from the reduction of the losses.
 
-        For Keras' default, ``"sum_over_batch_size"``, that is the number of examples, by which it divides even where
-        there are sample weights. For ``"mean_with_sample_weight"`` it is the sum of the sample weights, and for
-        ``"sum"``, with ``Accumulate(..., reduction="sum")``, 1. Where layers mask tokens, return the number of those
-        that count.
+        For Keras' default ``"sum_over_batch_size"`` it is the number of examples, by which Keras divides even if there
+        are sample weights; for ``"mean_with_sample_weight"`` the sum of the sample weights; for ``"sum"``, with
+        ``Accumulate(..., reduction="sum")``, 1. If layers mask tokens, override it to return the number of unmasked
+        tokens.
 
         Args:
-          x, y, sample_weight: a batch, as ``fit`` hands it to ``train_step``.
+          x, y, sample_weight: a batch, as passed by ``fit`` to ``train_step``.
 
         Returns:
-          A scalar, finite and not negative; a microbatch of weight 0 changes nothing.
+          A finite, nonnegative scalar; a microbatch of weight 0 adds nothing.
 
         Raises:
-          GradCombineError: for losses that are sums over the examples in a window that is a mean; for both kinds.
+          GradCombineError: for losses that are sums over the examples if the window is a mean, and for a mixture of
+            sums and means.
         """
         optimizer = accumulating(getattr(self, "optimizer", None))
         return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, sample_weight)
 
     def train_step(self, *args: Any) -> Any:
-        """Keras' own, with the weight of the batch, which is the last argument on every backend."""
+        """Runs Keras' train step with the weight of the batch, which is the last argument on every backend."""
         step: Any = super().train_step  # pyright: ignore[reportAttributeAccessIssue]
         optimizer = accumulating(getattr(self, "optimizer", None))
         if optimizer is None:
@@ -63,8 +64,8 @@ class WeightedTrainStep:
             return step(*args)
 
 
-class _Weighed:
-    """A model's train step, whose microbatches have the weight that belongs to its losses."""
+class _WeightedStep:
+    """A model's train step with the microbatch weight that its losses imply."""
 
     def __init__(self, step: Any, model: Any, optimizer: Any) -> None:
         self.step, self.model, self.optimizer = step, model, optimizer
@@ -76,20 +77,20 @@ class _Weighed:
 
 
 class FlushAtEpochEnd(keras.callbacks.Callback):
-    """Weighs the microbatches of ``fit``, and applies the partial window that an epoch ends with.
+    """Weights the microbatches of ``fit``, and applies the partial window at the end of an epoch.
 
-    Each microbatch has its number of examples for a weight (the share of each replica has its own), so that the smaller
-    last batch of an epoch counts as what it is. For losses with ``reduction="mean_with_sample_weight"`` the weight is
-    the sum of the sample weights. A model with `WeightedTrainStep` keeps the weights of its own, and
-    ``Accumulate(reduction="sum")``, which belongs to losses with ``reduction="sum"``, adds gradients as they are. The
-    partial window is divided by its true weight, and the next epoch begins a new one.
+    The weight of a microbatch is its number of examples on the replica, so that the smaller last batch of an epoch
+    counts for less. For losses with ``reduction="mean_with_sample_weight"`` it is the sum of the sample weights. A
+    model with `WeightedTrainStep` keeps its weights, and ``Accumulate(reduction="sum")``, for losses with
+    ``reduction="sum"``, adds unweighted gradients. The partial window is divided by its actual weight, and the next
+    epoch begins a new one.
 
-    The window is applied before the epoch's validation, which then sees what the whole epoch has trained, and before
-    ``on_epoch_end`` of the callbacks after this one: put it first, in front of a ModelCheckpoint for instance.
+    The partial window is applied before the epoch's validation, and before ``on_epoch_end`` of the callbacks that
+    follow this one in the list: list it first, before a ModelCheckpoint for instance.
 
     Raises:
-      GradCombineError: for a model whose optimizer is not an `Accumulate`; for a window that is a mean of losses that
-        are sums over the examples, or of both kinds.
+      GradCombineError: for a model whose optimizer is not an `Accumulate`; if the window is a mean, for losses that are
+        sums over the examples, or a mixture of sums and means.
 
     >>> import keras, numpy as np
     >>> from gradcombine.integrations.keras import Accumulate
@@ -105,29 +106,29 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         model: Any = self.model
-        found = accumulating(model.optimizer) or model.optimizer
-        self._optimizer = optimizer = require_type("a model compiled with Accumulate", found, Accumulate)
+        optimizer = accumulating(model.optimizer) or model.optimizer
+        self._optimizer = require_type("a model compiled with Accumulate", optimizer, Accumulate)
         if optimizer.reduction == "mean" and not isinstance(model, WeightedTrainStep):
             require_weighable(model, optimizer.reduction)
-            self._weigh(model, optimizer)
+            self._wrap_train_step(model, optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         model: Any = self.model
-        if isinstance(vars(model).get("train_step"), _Weighed):
+        if isinstance(vars(model).get("train_step"), _WeightedStep):
             del model.train_step
             model.train_function = None
 
-    def _weigh(self, model: Any, optimizer: Any) -> None:
-        """Puts weights around the model's own step, for this ``fit``."""
-        own = vars(model).get("train_step", model.train_step)
-        model.train_step = _Weighed(own.step if isinstance(own, _Weighed) else own, model, optimizer)
+    def _wrap_train_step(self, model: Any, optimizer: Any) -> None:
+        step = vars(model).get("train_step", model.train_step)
+        # A fit that failed may have left its wrapper behind.
+        model.train_step = _WeightedStep(step.step if isinstance(step, _WeightedStep) else step, model, optimizer)
         model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # The model's own evaluate, outside of fit, trains nothing.
+        # No flush in an evaluate outside of fit.
         if getattr(self, "_in_epoch", False):
             self._optimizer.flush()
 

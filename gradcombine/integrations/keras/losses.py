@@ -1,8 +1,8 @@
 # pyright: standard
-"""Losses over the examples of a batch: their weight, and a warning where ``fit`` gives different sizes none.
+"""Microbatch weights that suit a model's losses, and a warning for unweighted microbatches of different sizes.
 
-An optimizer gets gradients, not batches. While Keras' own train step runs or is traced, its batch is on the stack. That
-is looked up for the warning alone: no weight depends on who calls.
+An optimizer gets gradients, not batches. For the warning, and only for it, the batch is looked up on the call stack, in
+the frame of Keras' train step. No weight depends on the caller.
 """
 
 from __future__ import annotations
@@ -23,58 +23,59 @@ from gradcombine.types import Array, Scalar, Tree
 
 _BY_SAMPLE_WEIGHT = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean", _BY_SAMPLE_WEIGHT)
-"""The other reductions, ``"sum"`` and none, have gradients that are sums over the examples."""
+"""With the other reductions, ``"sum"`` and None, gradients are sums over the examples."""
 
 
 def examples(x: Tree) -> Any:
-    """The number of examples in a batch; on TensorFlow a tensor, where the shape is not static."""
+    """Number of examples in a batch; on TensorFlow a tensor if the shape is not static."""
     shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     return shape[0]
 
 
 def are_means(model: Any) -> bool:
-    """Whether all losses are known to be means over examples: those of compile, in Keras' own compute_loss."""
-    own = type(model).compute_loss is keras.Model.compute_loss
+    """Whether all losses are known to be means over examples; False for a model that overrides compute_loss."""
     reductions = _reductions(model)
-    return own and bool(reductions) and reductions.issubset(_MEANS)
+    overrides = type(model).compute_loss is not keras.Model.compute_loss
+    return not overrides and bool(reductions) and reductions.issubset(_MEANS)
 
 
 def require_weighable(model: Any, reduction: str) -> None:
-    """Refuses losses that no weight of a batch is right for.
+    """Raises for losses that no microbatch weight is correct for.
 
     Args:
-      model: compiled.
-      reduction: of the window.
+      model: a compiled model.
+      reduction: reduction of the window.
 
     Raises:
-      GradCombineError: for losses of which some are means and some are sums, as no weight is right for both; for sums
-        in a window that is a mean: a sum times its number of examples is no part of any batch's gradient.
+      GradCombineError: for a mixture of means and sums; for sums if the window is a mean, which would multiply a sum by
+        a number of examples.
     """
     reductions = _reductions(model)
     summed = reductions.difference(_MEANS)
     if not summed:
         return
     received = f"losses with reduction {', '.join(sorted(map(repr, reductions)))}"
-    of_one_kind = "losses that are all means over the examples or all sums, or a microbatch_weight of your own"
-    of_sums = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
+    mixed = "losses that are all means over the examples or all sums, or an override of microbatch_weight"
+    sums = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
     with within("loss"):
         if summed != reductions:
-            raise invalid(of_one_kind, received)
+            raise invalid(mixed, received)
         if reduction == "mean":
-            raise invalid(of_sums, f"reduction='mean' and {received}")
+            raise invalid(sums, f"reduction='mean' and {received}")
 
 
 def weight_of(model: Any, reduction: str, x: Tree, sample_weight: Tree) -> Array:
-    """The weight that makes the batches of a window one batch, for the losses of a model.
+    """Computes the weight with which a window of microbatches equals one large batch, for a model's losses.
 
     Args:
-      model: compiled, or not yet: Keras' default losses then.
-      reduction: of the window.
+      model: a model; if it is not compiled, Keras' default reduction is assumed.
+      reduction: reduction of the window.
       x: the batch's inputs.
-      sample_weight: of its examples, or None.
+      sample_weight: sample weights of the batch, or None.
 
     Raises:
-      GradCombineError: as `require_weighable`; for means by sample weights that differ between outputs.
+      GradCombineError: as `require_weighable`; for means by sample weight if outputs have different sample weights or
+        losses have different reductions.
     """
     require_weighable(model, reduction)
     reductions = _reductions(model)
@@ -87,28 +88,28 @@ def weight_of(model: Any, reduction: str, x: Tree, sample_weight: Tree) -> Array
     expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
     with within("loss"):
         if several:
-            raise invalid(expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}")
+            raise invalid(expected, f"{len(leaves)} sample weights and reductions {sorted(map(repr, reductions))}")
     return keras.ops.sum(keras.ops.cast(leaves[0], "float32"))
 
 
 def _reductions(model: Any) -> set[Any]:
-    """The reductions of the losses of compile; those given by name and as functions have Keras' default."""
+    """Reductions of the losses passed to ``compile``; names and functions have Keras' default."""
     losses = [x for x in keras.tree.flatten(getattr(model, "loss", None)) if x is not None]
     return {getattr(x, "reduction", _MEANS[0]) if isinstance(x, keras.losses.Loss) else _MEANS[0] for x in losses}
 
 
 _BATCH_SIZE = 32
-"""Of ``fit`` for arrays, where no argument gives it."""
+"""Keras' default in ``fit`` on arrays."""
 
 
 @dataclass(frozen=True)
 class FitStep:
-    """A train step of Keras' own that is being run or traced.
+    """A call or trace of keras.Model.train_step.
 
     Attributes:
-      size: the number of examples of its batch; on TensorFlow a tensor, where the shape is not static.
-      announced: sizes that an epoch of this ``fit`` is known to have before it has seen them.
-      is_first: whether no step of this ``fit`` is known to have ended; on JAX.
+      size: number of examples in its batch; on TensorFlow a tensor if the shape is not static.
+      announced: batch sizes known in advance from the arguments of ``fit``.
+      is_first: whether no step of this ``fit`` is known to have ended (JAX backend).
     """
 
     size: Scalar
@@ -116,11 +117,11 @@ class FitStep:
     is_first: bool
 
 
-class Unweighed:
-    """Warns, once, where microbatches of different sizes have the same weight in windows that are means.
+class UnweightedSizes:
+    """Warns, once, if a mean gives microbatches of different sizes the same weight.
 
     Args:
-      optimizer: that gets them.
+      optimizer: an `Accumulate`.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -128,60 +129,62 @@ class Unweighed:
         self._warned = False
 
     def add(self, window: KerasWindow) -> None:
-        """Takes note of a microbatch that has come with no weight, if it is one of Keras' own train step."""
+        """Records the size of an unweighted microbatch, if it comes from Keras' train step."""
         optimizer = self._optimizer
-        alone = window.replicas == 1 and isinstance(optimizer.every, int) and optimizer.every == 1
-        if self._warned or alone or optimizer.reduction != "mean":
+        single = window.replicas == 1 and isinstance(optimizer.every, int) and optimizer.every == 1
+        if self._warned or single or optimizer.reduction != "mean":
             return
         step = fit_step(optimizer)
         if step is not None:
-            self._warn({*step.announced, *window.see(step.size, step.is_first)})
+            self._warn({*step.announced, *window.record_size(step.size, step.is_first)})
 
     def end(self, window: KerasWindow) -> None:
-        """Looks at the sizes of a ``fit`` that has ended."""
-        self._warn(window.seen())
+        """Checks the recorded sizes at the end of ``fit``."""
+        self._warn(window.take_sizes())
 
-    def _warn(self, found: Iterable[int]) -> None:
-        sizes = sorted(set(found))
+    def _warn(self, sizes: Iterable[int]) -> None:
+        sizes = sorted(set(sizes))
         if self._warned or len(sizes) < 2:
             return
         self._warned = True
         warnings.warn(
             f"Optimizer {self._optimizer.name!r} gives microbatches of {' and of '.join(map(str, sizes))} examples the "
-            "same weight: a window that holds both is a mean of means, not the mean over its examples. Give fit "
-            "callbacks=[gradcombine.integrations.keras.FlushAtEpochEnd()], which weighs each by its number of "
-            "examples, or weigh them with WeightedTrainStep.",
+            "same weight: a window that contains both is a mean of means, not the mean over its examples. Pass "
+            "callbacks=[gradcombine.integrations.keras.FlushAtEpochEnd()] to fit, which weights each by its number of "
+            "examples, or set the weights with WeightedTrainStep.",
             stacklevel=2,
         )
 
 
 def fit_step(optimizer: Any) -> FitStep | None:
-    """The innermost train step around this call, if it is Keras' own, of this optimizer, and of a mean over examples.
+    """Finds the innermost call of keras.Model.train_step on the stack.
 
-    A ``train_step`` of somebody's own, which does not call Keras', may weigh its losses by itself: None then.
+    Returns:
+      The step, if its model has this optimizer and losses that are means over examples. None otherwise, also for a
+      custom ``train_step`` that does not call Keras', as it may weight its losses.
     """
     frames = _callers()
     step = next(_running(frames, "train_step"), None)
     if step is None:
         return None
     names = step.f_code.co_varnames[: step.f_code.co_argcount]
-    # Of TensorFlow's train_step(self, data) and JAX' train_step(self, state, data), which models override.
+    # TensorFlow: train_step(self, data); JAX: train_step(self, state, data).
     model, batch = step.f_locals[names[0]], step.f_locals[names[-1]]
     if not any(x is optimizer for x in settings.chain(model.optimizer)) or not are_means(model):
         return None
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     try:
         size = examples(x)
-    except (IndexError, ValueError):  # of no rank, or of one that is not known
+    except (IndexError, ValueError):  # scalar or unknown rank
         return None
     fit = next((x for x in _running(frames, "fit") if x.f_locals.get("self") is model), None)
-    # The state that a step leaves for callbacks, until fit ends.
+    # On JAX, a step leaves its state here for callbacks, until fit ends.
     is_first = getattr(model, "_jax_state", None) is None
     return FitStep(size, () if fit is None else _announced(fit.f_locals), is_first)
 
 
 def _announced(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """The two sizes of an epoch's batches, by the arguments of ``fit``: of arrays that it takes in whole; else none."""
+    """Both batch sizes of an epoch of ``fit`` on arrays; empty if they are unknown, or all batches have one size."""
     first = next((x for x in keras.tree.flatten(arguments.get("x")) if x is not None), None)
     shape = tuple(getattr(first, "shape", None) or ())
     limits = arguments.get("steps_per_epoch"), getattr(keras.config, "max_steps_per_epoch", lambda: None)()
@@ -192,13 +195,13 @@ def _announced(arguments: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _running(frames: Iterator[FrameType], method: str) -> Iterator[FrameType]:
-    """The frames that run this method of keras.Model, and not one that overrides it."""
+    """Frames that run this method of keras.Model, not an override."""
     code: CodeType = inspect.unwrap(getattr(keras.Model, method)).__code__
     return (frame for frame in frames if frame.f_code is code)
 
 
 def _callers() -> Iterator[FrameType]:
-    """The stack, from the caller outwards."""
+    """Stack frames, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Windows on Keras' JAX backend: pure functions between reading and assigning variables."""
+"""Windows on Keras' JAX backend: read variables, apply pure functions, assign the results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree
 
 
 class JaxWindow(KerasWindow):
-    """A window, and the optimizer that is run at its end.
+    """A window on the JAX backend; see `KerasWindow`.
 
-    Works on whatever values the variables have: those of a keras.StatelessScope, traced or not, or their own. There are
-    no replicas: jax.Array spans the devices. tf.train.Checkpoint does not save variables of this backend.
+    Works on the variables' current values, concrete or traced, also inside keras.StatelessScope. There is a single
+    window, also on several devices, as a jax.Array spans them.
     """
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -37,30 +37,30 @@ class JaxWindow(KerasWindow):
         self.write(after)
         present = [gradient is not None for gradient in gradients]
         self.touched.assign(self.marked(present, full, after.index))
-        self._seen |= {i for i, chosen in enumerate(present) if chosen}
+        self._seen |= {i for i, is_present in enumerate(present) if is_present}
         self._apply_if(full, after)
 
     def flush(self) -> Array:
         state = self._read()
         partial = self.rules.is_partial(self.ended(state))
         self._apply_if(partial, state)
-        nothing = [False] * len(self._targets)
-        self.touched.assign(self.marked(nothing, partial, state.index))
+        self.touched.assign(self.marked([False] * len(self._targets), partial, state.index))
         return partial
 
-    def see(self, size: Scalar, is_first: bool) -> Iterable[int]:
-        """As `KerasWindow.see`: shapes are static, and each new one is traced.
+    def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
+        """Records a static batch size while tracing; see `KerasWindow.record_size`.
 
-        One that is new in the middle of ``fit`` follows steps of another size, which may have been traced before it.
+        A size first traced in the middle of ``fit`` follows steps of another size, which an earlier ``fit`` may have
+        traced.
         """
         before = self._sizes | self._sizes_before
         self._sizes.add(size)
         return self._sizes if is_first or size in before else {size, *before}
 
-    def seen(self) -> Iterable[int]:
-        found, self._sizes = self._sizes, set()
-        self._sizes_before |= found
-        return found
+    def take_sizes(self) -> Iterable[int]:
+        sizes, self._sizes = self._sizes, set()
+        self._sizes_before |= sizes
+        return sizes
 
     def load(self, states: list[AccumulateState], touched: Array) -> None:
         self.write(states[0])
@@ -69,14 +69,14 @@ class JaxWindow(KerasWindow):
     def values(self, variable: Any) -> list[Leaf]:
         return [variable.numpy()]
 
-    def holds(self, variables: Sequence[Any]) -> bool:
-        """Whether variables have values: while ``fit`` runs, and where it has failed, they have none."""
+    def have_values(self, variables: Sequence[Any]) -> bool:
+        """Whether the variables have values; they have none while ``fit`` runs, and after it has failed."""
         return all(variable._value is not None for variable in variables)
 
     def unshare(self, variables: Sequence[Any]) -> None:
-        """Gives variables buffers of their own: Keras' averages share theirs with the variables that they overwrite.
+        """Copies the variables' buffers, which they share with the moving averages that Keras assigned to them.
 
-        ``fit`` donates all buffers, and one that is donated twice is an error.
+        ``fit`` donates all buffers, and donating one twice is an error.
         """
         for variable in variables:
             variable.assign(jnp.copy(variable.value))
@@ -86,34 +86,36 @@ class JaxWindow(KerasWindow):
 
     def _apply_if(self, condition: Scalar, window: AccumulateState) -> None:
         variables = [*self._targets, *self._optimizer.variables]
-        trained, places = len(self._targets), {id(x): i for i, x in enumerate(variables)}
-        unseen = sorted(set(range(trained)) - self._seen)
-        # In another process or trace; the last mark is of the window.
+        count, positions = len(self._targets), {id(x): i for i, x in enumerate(variables)}
+        unseen = sorted(set(range(count)) - self._seen)
+        # Variables unseen in this trace may have had gradients in another trace or process. The last mark is the
+        # window's.
         touched = self.touched.value[:-1] > 0
-        held = touched[np.array(unseen, np.int32)].any()
+        any_touched = touched[np.array(unseen, np.int32)].any()
 
-        def apply(kept: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
+        def apply(values: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
             gradients = self.parts.join(combined)
 
-            def run(gradients: list[Leaf], kept: list[Array]) -> tuple[list[Array], tuple[()]]:
-                after, state = self._optimizer.stateless_apply(kept[trained:], gradients, kept[:trained])
+            def run(gradients: list[Leaf], values: list[Array]) -> tuple[list[Array], tuple[()]]:
+                after, state = self._optimizer.stateless_apply(values[count:], gradients, values[:count])
                 return [*after, *state], ()
 
             if not unseen:
-                return run(gradients, kept)
+                return run(gradients, values)
 
-            def run_mixed(kept: list[Array]) -> tuple[list[Array], tuple[()]]:
-                """Applies all gradients, and takes back what that has done to variables without one, and to slots."""
-                given = [jnp.where(touched[i], x, 0) if i in unseen else x for i, x in enumerate(gradients)]
-                after, _ = run(given, kept)
+            def run_masked(values: list[Array]) -> tuple[list[Array], tuple[()]]:
+                """Applies all gradients, then reverts the update of untouched variables and of their slots."""
+                masked = [jnp.where(touched[i], x, 0) if i in unseen else x for i, x in enumerate(gradients)]
+                after, _ = run(masked, values)
                 for i in unseen:
-                    for x, value in without_update(self._optimizer, self._targets[i], lambda x: kept[places[id(x)]]):
-                        after[places[id(x)]] = jnp.where(touched[i], after[places[id(x)]], value)
+                    for x, old in without_update(self._optimizer, self._targets[i], lambda x: values[positions[id(x)]]):
+                        position = positions[id(x)]
+                        after[position] = jnp.where(touched[i], after[position], old)
                 return after, ()
 
-            kept, _ = run_if(held, run_mixed, kept)
+            values, _ = run_if(any_touched, run_masked, values)
             without = [None if i in unseen else x for i, x in enumerate(gradients)]
-            return run_if(~held, partial(run, without), kept) if self._seen else (kept, ())
+            return run_if(~any_touched, partial(run, without), values) if self._seen else (values, ())
 
         _, after, _ = self.rules.apply_if(condition, window, apply, [x.value for x in variables], run_if)
         for variable, value in zip(variables, after, strict=True):

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Windows on Keras' TensorFlow backend: one per replica, in variables that are written in place."""
+"""Windows on Keras' TensorFlow backend: one per replica, in variables that are updated in place."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState, Array, Leaf, Scalar
 
 _NO_SIZES = np.array([np.iinfo(np.int32).max, 0], np.int32)
-"""The least and the greatest size of none."""
+"""Minimum and maximum of no sizes."""
 
 
 class TensorflowWindow(KerasWindow):
-    """Each replica's window, and the optimizer that is run when they are full.
+    """One window per replica; see `KerasWindow`.
 
-    Called in replica context, as ``fit`` and strategy.run call an optimizer. The branch at the boundary is taken in
-    cross-replica context, which tf.distribute asks of a conditional with a collective inside.
+    Called in replica context, as ``fit`` and strategy.run call an optimizer. The conditional at the boundary is in
+    cross-replica context, as tf.distribute requires if there are collectives inside.
     """
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -38,12 +38,12 @@ class TensorflowWindow(KerasWindow):
             raise invalid("a strategy with variables on every replica", type(self._strategy).__name__)
         super().__init__(rules, parts, optimizer, variables)
         self.replicas = self._strategy.num_replicas_in_sync
-        # Shapes are known as a step runs; a variable takes them out of compiled ones. It is no part of the state.
+        # Batch sizes may be dynamic in a compiled step: a variable, which is not part of the state, records them.
         self._sizes = make_variable(_NO_SIZES, "sizes")
         *leaves, step, index = [x.value for x in self.leaves]
         position = {"step": step, "index": index}
-        levels, everywhere = self.structure.children[0], replace(rules, over=tf_replicas())
-        self._windows = ReplicaState(everywhere, levels, leaves, position, self.resumed)
+        over_replicas = replace(rules, over=tf_replicas())
+        self._windows = ReplicaState(over_replicas, self.structure.children[0], leaves, position, self.resumed)
         self._update = Update(self._strategy, None, optimizer, variables, complete=True)
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
 
@@ -51,35 +51,35 @@ class TensorflowWindow(KerasWindow):
     def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
         require_context(self._strategy, of_replicas=True)
         pairs = zip(gradients, self._targets, strict=True)
-        true = [self._unscaled(dense_gradient(x, target), target) for x, target in pairs]
-        pending, full = self._windows.contributed(self.parts.split(true), weight)
+        unscaled = [self._unscaled(dense_gradient(x, target), target) for x, target in pairs]
+        pending, full = self._windows.contributed(self.parts.split(unscaled), weight)
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
         self._mark(present, full, pending.after.index)
-        self._seen |= {i for i, chosen in enumerate(present) if chosen}
+        self._seen |= {i for i, is_present in enumerate(present) if is_present}
         _in_cross_replica(self._apply_if, full)
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Array:
         if tf.distribute.get_strategy() is self._strategy and not tf.distribute.in_cross_replica_context():
             return self._flush()
-        # In a function: strategy.run by itself is slow, and TensorFlow says so.
+        # In a tf.function: TensorFlow warns that an eager strategy.run is slow.
         return self._flush_all()
 
-    def see(self, size: Scalar, is_first: bool) -> Iterable[int]:
-        least, greatest = tf.unstack(tf.convert_to_tensor(self._sizes.value))
-        size = tf.cast(size, least.dtype)
-        sizes = tf.stack([tf.minimum(least, size), tf.maximum(greatest, size)])
+    def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
+        low, high = tf.unstack(tf.convert_to_tensor(self._sizes.value))
+        size = tf.cast(size, low.dtype)
+        sizes = tf.stack([tf.minimum(low, size), tf.maximum(high, size)])
         self._sizes.value.assign(sizes)
         return sizes.numpy().tolist() if tf.executing_eagerly() else ()
 
-    def seen(self) -> Iterable[int]:
+    def take_sizes(self) -> Iterable[int]:
         if not tf.executing_eagerly():
             return ()
-        found = [x for x in self.values(self._sizes) if x[0] <= x[1]]
+        ranges = [(low, high) for low, high in self.values(self._sizes) if low <= high]
         for component in self._components(self._sizes):
             component.assign(_NO_SIZES)
-        return (int(min(x[0] for x in found)), int(max(x[1] for x in found))) if found else ()
+        return (int(min(low for low, _ in ranges)), int(max(high for _, high in ranges))) if ranges else ()
 
     def load(self, states: list[AccumulateState], touched: Array) -> None:
         for i, variable in enumerate(self.leaves):
@@ -88,8 +88,8 @@ class TensorflowWindow(KerasWindow):
         for component in self._components(self.touched):
             component.assign(touched)
 
-    def checkpointed(self, kind: str) -> Layout:
-        return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
+    def checkpointed(self, description: str) -> Layout:
+        return Layout([description, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
 
     def values(self, variable: Any) -> list[Leaf]:
         return [x.numpy() for x in self._components(variable)]
@@ -114,19 +114,18 @@ class TensorflowWindow(KerasWindow):
 
     @tf.autograph.experimental.do_not_convert
     def _apply_if(self, strategy: tf.distribute.Strategy, condition: Scalar) -> None:
-        # The windows' lengths are the same on all replicas: they depend on the window's index alone.
-        known = sorted(self._seen)
+        # All replicas take the same branch: the length of a window depends on its index only.
+        seen = sorted(self._seen)
 
         def apply() -> None:
-            merged = strategy.run(self._windows.value)
-            merged = self.parts.join(merged)
-            if len(known) == len(self._targets):
-                self._update.run(merged, known)
+            combined = self.parts.join(strategy.run(self._windows.value))
+            if len(seen) == len(self._targets):
+                self._update.run(combined, seen)
                 return
-            # In another process or trace a variable may have had a gradient, on any replica.
+            # Variables unseen in this trace may have had gradients in another trace or process, on any replica.
             counts = strategy.reduce("sum", strategy.run(self._marks), axis=None)
-            noted = tf.constant([i in self._seen for i in range(len(self._targets))])
-            self._update.run_where(noted | (counts > 0), merged, known)
+            is_seen = tf.constant([i in self._seen for i in range(len(self._targets))])
+            self._update.run_where(is_seen | (counts > 0), combined, seen)
 
         tf.cond(strategy.experimental_local_results(condition)[0], apply, lambda: None)
 
@@ -134,7 +133,7 @@ class TensorflowWindow(KerasWindow):
         return tf.cast(self.touched.value[:-1] > 0, tf.int32)
 
     def _unscaled(self, gradient: Leaf, target: Any) -> Array:
-        """The gradient of this replica's loss, which Keras has divided by the number of replicas that sum theirs."""
+        """Undoes Keras' division of this replica's loss by the number of replicas."""
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The arguments of an accumulating optimizer: an inner optimizer, a reduction, weights."""
+"""Arguments of an accumulating optimizer: the inner optimizer, the reduction, weights."""
 
 from __future__ import annotations
 
@@ -28,43 +28,42 @@ from gradcombine.wires import Wire
 
 
 def require_jax(method: str) -> None:
-    """Refuses a method that is pure on Keras' JAX backend alone: TensorFlow's variables are written all the same."""
+    """Raises on other backends than Keras' JAX backend: on TensorFlow the method would not be pure."""
     require_equal(f"Keras' JAX backend, for {method}", "jax", keras.backend.backend())
 
 
 def require_variables(variables: object) -> list[Any]:
-    """The variables, as a list; refuses what is none."""
-    found = require_items("a list of variables", variables)
-    for i, x in enumerate(found):
-        known = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
+    """Returns a list of the variables; raises for other objects."""
+    items = require_items("a list of variables", variables)
+    for i, x in enumerate(items):
+        is_variable = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
         with within(f"[{i}]"):
-            if not known:
+            if not is_variable:
                 raise invalid("a variable", shown(x))
-    return found
+    return items
 
 
-Name = Literal["mean", "sum"]
+ReductionName = Literal["mean", "sum"]
 
 
 def inner_optimizer(argument: Any) -> Any:
-    """The optimizer to run at the boundary; a name or a config makes a new one."""
+    """Returns the optimizer to wrap, created from a name or a config if necessary."""
     expected = "a Keras optimizer, its name or its config"
-    with translate_errors(
-        expected, Exception, received=lambda: shown(argument)
-    ):  # Keras has a class of error for each part of a config
+    # Keras raises errors of many classes for a bad config.
+    with translate_errors(expected, Exception, received=lambda: shown(argument)):
         optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
     require_type(expected, optimizer, keras.optimizers.Optimizer)
     accumulates = any(hasattr(x, "flush") for x in with_inner(optimizer))
     steps = max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer))
     if accumulates:
-        raise invalid("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
+        raise invalid("an optimizer that does not accumulate already", type(optimizer).__name__)
     if steps:
         raise invalid("an inner optimizer without gradient_accumulation_steps", steps)
     return optimizer
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """An optimizer, the one that it wraps, and so on."""
+    """Lists an optimizer and its inner optimizers, outermost first."""
     optimizers = []
     while optimizer is not None:
         optimizers.append(optimizer)
@@ -73,7 +72,7 @@ def chain(optimizer: Any) -> list[Any]:
 
 
 def unscaled(optimizer: Any) -> Any:
-    """An optimizer, without the LossScaleOptimizers around it."""
+    """Unwraps LossScaleOptimizers."""
     return next(x for x in chain(optimizer) if not isinstance(x, keras.optimizers.LossScaleOptimizer))
 
 
@@ -83,39 +82,38 @@ def scales_loss(optimizer: Any) -> bool:
 
 
 ONE_LOSS_SCALE = "one LossScaleOptimizer, around this optimizer or inside"
-"""Expected of a LossScaleOptimizer around an accumulating optimizer that has one inside."""
 
 
 def require_built_alike(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Refuses an inner optimizer that trains other variables, or the same in another order."""
-    built = [id(x) for x in optimizer._trainable_variables]
-    others = built != [id(x) for x in variables]
-    if others:
+    """Raises if an inner optimizer was built with other variables, or in another order."""
+    if [id(x) for x in optimizer._trainable_variables] != [id(x) for x in variables]:
         raise invalid("an inner optimizer that is not built, or built with the same variables", "one built with others")
 
 
 def require_agreed_scale(replicas: int) -> None:
-    """Refuses a loss scale that is not decided by all replicas."""
-    expected = "Accumulate(LossScaleOptimizer(...)), which sees the gradients of all replicas"
-    received = "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one"
+    """Raises for a LossScaleOptimizer around the accumulating optimizer if there are several replicas."""
+    expected = "Accumulate(LossScaleOptimizer(...)), which checks the gradients of all replicas"
+    received = "LossScaleOptimizer(Accumulate(...)), which checks those of the first replica only"
     if replicas > 1:
         raise invalid(expected, received)
 
 
-def reduction_of(name: Name, precision: Precision, dtype: DType, wire: Wire | None) -> Reduction:
-    """The reduction of ordinary gradients."""
-    require_one_of(f"a reduction of {list(get_args(Name))}", name, get_args(Name))
+def reduction_of(name: ReductionName, precision: Precision, dtype: DType, wire: Wire | None) -> Reduction:
+    require_one_of(f"a reduction of {list(get_args(ReductionName))}", name, get_args(ReductionName))
     return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype, wire=wire)
 
 
 class Parts:
-    """Gradients that are averaged, and values that take their variable's place, by the variables.
+    """Splits gradients into ordinary ones and those that replace their variable's value.
 
-    Keras calls the latter ``overwrite_with_gradient``: the scales of float8 layers, of which a window has the maximum.
+    Keras marks the latter variables ``overwrite_with_gradient``: the scales of float8 layers, combined by maximum.
 
     Args:
-      overwritten: for each variable, whether it is one of these.
-      reduction: of all others.
+      overwritten: per variable, whether its gradient replaces its value.
+      reduction: reduction of ordinary gradients.
+
+    Attributes:
+      reduction: reduction of the tree that `split` returns.
     """
 
     def __init__(self, overwritten: Sequence[bool], reduction: Reduction) -> None:
@@ -125,33 +123,33 @@ class Parts:
             self.reduction = reductions.per_leaf((reduction, reductions.max()))
 
     def split(self, values: Sequence[Leaf]) -> Tree:
-        """The tree that the reduction takes."""
+        """Returns the tree to reduce: the list of values, or two lists, of ordinary and of replacing ones."""
         if not any(self._overwritten):
             return list(values)
         pairs = list(zip(values, self._overwritten, strict=True))
-        return [x for x, chosen in pairs if not chosen], [x for x, chosen in pairs if chosen]
+        return [x for x, overwritten in pairs if not overwritten], [x for x, overwritten in pairs if overwritten]
 
     def join(self, tree: Tree) -> list[Leaf]:
-        """The values again, one per variable."""
+        """Inverse of `split`: the list of values, one per variable."""
         if not any(self._overwritten):
             return list(tree)
-        others, chosen = map(iter, tree)
-        return [next(chosen) if overwritten else next(others) for overwritten in self._overwritten]
+        ordinary, replacing = map(iter, tree)
+        return [next(replacing) if overwritten else next(ordinary) for overwritten in self._overwritten]
 
-    def averaged(self, position: int) -> int:
-        """The variable of a position among the others."""
+    def ordinary_index(self, position: int) -> int:
+        """Index of the variable at a position among those with ordinary gradients."""
         return [i for i, overwritten in enumerate(self._overwritten) if not overwritten][position]
 
 
 class Weights:
-    """The weight of the microbatch that a thread computes: tf.distribute runs each replica in its own thread."""
+    """Thread-local microbatch weight: tf.distribute runs each replica in a thread."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, Any] = {}
 
     @contextmanager
     def set_to(self, weight: Scalar) -> Iterator[None]:
-        """Sets this thread's weight inside of a with statement."""
+        """Sets this thread's weight inside a with statement."""
         thread = threading.get_ident()
         before = self._by_thread.get(thread)
         self._by_thread[thread] = weight
@@ -164,5 +162,5 @@ class Weights:
                 self._by_thread[thread] = before
 
     def current(self) -> Array:
-        """This thread's weight; None where none is set."""
+        """This thread's weight, or None."""
         return self._by_thread.get(threading.get_ident())

@@ -1,5 +1,5 @@
 # pyright: standard
-"""A window in Keras variables, and in ``.keras`` files."""
+"""A window stored in Keras variables, and its form in ``.keras`` files."""
 
 from __future__ import annotations
 
@@ -23,68 +23,70 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile import resize
 from gradcombine.types import AccumulateState, Array, BinaryCounter, DType, Leaf, Scalar, State
 
-_OPERATION = "Accumulate"
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
-KIND = "window"
-"""The entry that says what the window is of."""
+DESCRIPTION_KEY = "window"
+"""Entry of a file that holds the window's description."""
 
 
 class KerasWindow(ABC):
-    """The variables of an `AccumulateState`, what became of its windows, and the optimizer that they are for.
+    """An `AccumulateState` in Keras variables, and the optimizer that is run on full windows.
 
-    Subclasses know how their backend reads, writes and branches.
+    Subclasses implement reads, writes and conditionals of a backend.
 
-    Whether a window was applied is stored, not inferred from the number of its microbatches: a checkpoint may hold a
-    window of another length, none of which may be lost or applied twice.
+    Whether a window was applied is stored, not inferred from its number of microbatches: a checkpoint may hold a window
+    of another length, which must not be lost or applied twice.
 
     Attributes:
-      replicas: how many windows there are.
-      leaves: variables.
-      structure: of the state.
-      rules: of the window.
-      parts: the gradients' tree.
-      touched: for each trainable variable, 1 + the number of the last window that has a gradient for it; at the end,
-        1 + the number of the last window that was full, and applied.
+      replicas: number of replicas, each with its own window.
+      leaves: variables of the state's leaves.
+      structure: tree structure of the state.
+      rules: pure functions of the window.
+      parts: splits gradients into the tree that is reduced.
+      touched: int32 variable: per trainable variable, 1 + the index of the last window with a gradient for it; as last
+        element, 1 + the index of the last window that was applied.
 
     Args:
-      rules: of the window.
-      parts: the gradients' tree.
-      optimizer: run at the boundary; built.
-      variables: what it trains.
+      rules: pure functions of the window.
+      parts: splits gradients into the tree that is reduced.
+      optimizer: the inner optimizer, built.
+      variables: its trainable variables.
     """
 
     replicas = 1
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         like = [np.broadcast_to(np.zeros((), dtypes.parse(_dtype(v))), tuple(v.shape)) for v in variables]
-        empty, self.structure = tree.flatten(rules.init(parts.split(like)))
+        initial, self.structure = tree.flatten(rules.init(parts.split(like)))
         self.rules, self.parts = rules, parts
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
-        paths = self.structure.paths()
         self.touched = make_variable(np.zeros(len(variables) + 1, np.int32), "touched")
-        self.leaves = [make_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
+        names = [_name_and_layout(path, parts, variables) for path in self.structure.paths()]
+        self.leaves = [make_variable(x, *name) for x, name in zip(initial, names, strict=True)]
 
     @abstractmethod
     def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
-        """One more microbatch of this replica; where it fills the window, the optimizer runs."""
+        """Adds one microbatch of this replica; the last one of a window runs the optimizer."""
 
     @abstractmethod
     def flush(self) -> Array:
-        """Runs the optimizer on a partial window, and ends it; returns whether there was one."""
+        """Applies and ends a partial window; returns whether there was one."""
 
     @abstractmethod
-    def see(self, size: Scalar, is_first: bool) -> Iterable[int]:
-        """Takes note of the size of a microbatch without a weight; returns those of this ``fit``, if known already.
+    def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
+        """Records the number of examples of an unweighted microbatch.
 
         Args:
-          size: the number of its examples.
+          size: number of examples.
           is_first: whether no step of this ``fit`` has ended.
+
+        Returns:
+          The sizes in this ``fit``, as far as they are known.
         """
 
     @abstractmethod
-    def seen(self) -> Iterable[int]:
-        """The least and the greatest size that `see` has taken note of; it begins anew."""
+    def take_sizes(self) -> Iterable[int]:
+        """Returns the recorded sizes, or their minimum and maximum, and resets the record."""
 
     @abstractmethod
     def load(self, states: list[AccumulateState], touched: Array) -> None:
@@ -92,32 +94,32 @@ class KerasWindow(ABC):
 
     @abstractmethod
     def values(self, variable: Any) -> list[Array]:
-        """The value of a variable of the window on each replica."""
+        """Value of a variable of the window on each replica."""
 
-    def checkpointed(self, kind: str) -> Any:
-        """An object that tf.train.Checkpoint saves beside the variables of a window of this kind; None: nothing."""
+    def checkpointed(self, description: str) -> Any:
+        """Trackable object that tf.train.Checkpoint compares on restore, or None."""
         return None
 
-    def holds(self, variables: Sequence[Any]) -> bool:
-        """Whether variables have values."""
+    def have_values(self, variables: Sequence[Any]) -> bool:
+        """Whether the variables have values."""
         return True
 
     def unshare(self, variables: Sequence[Any]) -> None:
-        """Gives variables buffers of their own, where they may share them."""
+        """Copies the buffers of variables that may share them."""
         return
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All of them."""
+        """All variables of the window."""
         return [*self.leaves, self.touched]
 
     def read(self, value: Callable[[keras.Variable], Any]) -> AccumulateState:
-        """The state, with ``value(variable)`` for each variable."""
+        """Returns the state with ``value(variable)`` as leaves."""
         return tree.unflatten(self.structure, map(value, self.leaves))
 
     @property
     def depth(self) -> int:
-        """How many levels the state has."""
+        """Number of levels of the state."""
         return self.leaves[0].shape[0] if self._is_counter else 1
 
     @property
@@ -125,39 +127,39 @@ class KerasWindow(ABC):
         return self.structure.children[0].kind is BinaryCounter
 
     def levels(self, arrays: Sequence[np.ndarray]) -> tuple[State] | BinaryCounter:
-        """Levels like those of the state, of which there may be more or fewer, with these arrays.
+        """Builds levels from the arrays of a saved window, which may have another number of levels.
 
         Raises:
-          GradCombineError: for arrays of other shapes or another number, and of dtypes that a cast loses digits of.
+          GradCombineError: for another number of arrays, other shapes, and dtypes that a cast would round.
         """
         leaves = self.leaves[: -3 if self._is_counter else -2]
-        counted = len(arrays) == len(leaves) + 1
-        require_equal("{} arrays, or a counter of them", len(leaves) + counted, len(arrays))
+        is_counter = len(arrays) == len(leaves) + 1
+        require_equal("{} arrays, or a counter of them", len(leaves) + is_counter, len(arrays))
         skipped = 1 if self._is_counter else 0
-        filling = [_cast(x, array, int(counted), skipped) for x, array in zip(leaves, arrays, strict=False)]
-        part = tree.unflatten(self.structure.children[0].children[0], filling)
-        return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if counted else (part,)
+        values = [_cast(x, array, int(is_counter), skipped) for x, array in zip(leaves, arrays, strict=False)]
+        part = tree.unflatten(self.structure.children[0].children[0], values)
+        return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if is_counter else (part,)
 
     def arrays(self, state: AccumulateState) -> list[Array]:
-        """The arrays of a state, one for each variable of its leaves."""
+        """Leaves of a state, one per variable in ``leaves``."""
         return tree.flatten_as(self.structure, state)
 
     def ended(self, state: AccumulateState) -> AccumulateState:
-        """The state, its window over where it was applied."""
+        """Ends the window if it was applied."""
         return self.rules.end(state, self.touched.value[-1] == state.index + 1)
 
     def resumed(self, state: AccumulateState) -> AccumulateState:
-        """The state to continue with.
+        """Returns the state to continue with.
 
-        A window of a checkpoint that is full, and has not been applied, gets as many contributions more.
+        If a checkpoint holds a full window that was not applied, that many additional microbatches are added to it.
         """
         step = keras.ops.where(self.rules.is_full(state), np.int32(0), state.step)
         return self.ended(state._replace(step=step))
 
-    def marked(self, present: Sequence[bool], full: Scalar, index: Scalar) -> Array:
-        """`touched` after gradients for these variables, which may have made a window full that is applied then."""
-        chosen = keras.ops.append(np.array(present, np.bool_), full)
-        return keras.ops.where(chosen, index + 1, keras.ops.convert_to_tensor(self.touched.value))
+    def marked(self, present: Sequence[bool], applied: Scalar, index: Scalar) -> Array:
+        """Returns `touched` after a microbatch with gradients for the ``present`` variables, or after a flush."""
+        changed = keras.ops.append(np.array(present, np.bool_), applied)
+        return keras.ops.where(changed, index + 1, keras.ops.convert_to_tensor(self.touched.value))
 
     def write(self, state: AccumulateState) -> None:
         """Assigns a state to the variables."""
@@ -165,41 +167,39 @@ class KerasWindow(ABC):
             x.assign(array)
 
 
-def save(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
-    """Writes variables by their numbers: of the window along a first axis of replicas."""
+def save(store: Any, others: Sequence[Any], window: KerasWindow, description: str) -> None:
+    """Saves variables under their numbers, those of the window stacked over the replicas."""
     for i, variable in enumerate(others):
         store[str(i)] = variable.numpy()
     for i, variable in enumerate(window.variables, len(others)):
         store[str(i)] = np.stack(window.values(variable))
-    store[KIND] = np.frombuffer(kind.encode(), np.uint8)
+    store[DESCRIPTION_KEY] = np.frombuffer(description.encode(), np.uint8)
 
 
-def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
-    """Reads what `save` has written, under any number of replicas, as `replace` does."""
-    with translate_errors(
-        "a window, as it was saved", Exception
-    ):  # a store may be of any class, and what it holds damaged
-        received = np.asarray(store[KIND]).tobytes().decode()
+def load(store: Any, others: Sequence[Any], window: KerasWindow, description: str) -> None:
+    """Loads the result of `save`, for any number of replicas; see `replace`."""
+    # A store may be of any class, and its contents damaged.
+    with translate_errors("a window, as it was saved", Exception):
+        received = np.asarray(store[DESCRIPTION_KEY]).tobytes().decode()
         arrays = [as_array(store[str(i)]) for i in range(len(names_in(store)) - 1)]
-    mine, held = arrays[: len(others)], arrays[len(others) :]
-    values = values_of(others, mine)
-    require_window(held)
-    replace(held, window, received, kind)
+    values = values_of(others, arrays[: len(others)])
+    saved = arrays[len(others) :]
+    require_window(saved)
+    replace(saved, window, received, description)
     for variable, value in zip(others, values, strict=True):
         variable.assign(value)
 
 
 def names_in(store: Any) -> list[str]:
-    """The names of the arrays in a store, which need not be a dict."""
+    """Names of the arrays in a store, which need not be a dict."""
     with translate_errors("a store of arrays by name", AttributeError, TypeError, received=lambda: shown(store)):
         return list(store.keys())
 
 
 def as_array(value: Leaf) -> np.ndarray:
-    """Converts a value for a variable to a NumPy array."""
-    with translate_errors(
-        "arrays of numbers", Exception, received=lambda: in_words(value)
-    ):  # the backends have several classes
+    """Converts a variable's new value to a NumPy array."""
+    # Keras' backends raise errors of different classes.
+    with translate_errors("arrays of numbers", Exception, received=lambda: in_words(value)):
         array = np.asarray(keras.ops.convert_to_numpy(value))
     if array.dtype.kind in "OSUMm":
         raise invalid("arrays of numbers", in_words(value))
@@ -207,66 +207,67 @@ def as_array(value: Leaf) -> np.ndarray:
 
 
 def values_of(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The arrays in the variables' dtypes; refuses what is no value of one, so that all are assigned or none."""
+    """Casts arrays to the variables' dtypes; raises if one does not fit, before any is assigned."""
     require_equal("{} arrays", len(variables), len(arrays))
     return [_cast(x, array, casting="same_kind") for x, array in zip(variables, arrays, strict=True)]
 
 
 def require_window(arrays: Sequence[np.ndarray]) -> None:
-    """Refuses what is not the arrays of a saved window: the replicas along a first axis, its position at the end."""
+    """Raises unless these are the arrays of a saved window, stacked over the replicas."""
     axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
-    other = axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size
-    expected = "arrays that begin with an axis of replicas, the last three its integers step, index and touched"
-    if other:
+    wrong = axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size
+    expected = "arrays with a leading axis of replicas, of which the last three are the integers step, index, touched"
+    if wrong:
         raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
 
 
-def begun(arrays: Sequence[np.ndarray]) -> bool:
+def is_pending(arrays: Sequence[np.ndarray]) -> bool:
     """Whether a saved window holds microbatches that have not been applied."""
     *_, step, index, touched = arrays
     return bool(step[0] > 0 and touched[0, -1] != index[0] + 1)
 
 
-def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, kind: str) -> None:
-    """Replaces the windows by saved ones; where those have not been begun, by empty ones if they do not fit.
+def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, description: str) -> None:
+    """Replaces the state of all replicas by a saved window.
+
+    A saved window without pending microbatches that does not fit is replaced by an empty one.
 
     Args:
-      arrays: the variables of a window, the replicas along a first axis.
-      window: to be replaced.
-      received: what the arrays are of.
-      kind: what the window is of.
+      arrays: variables of the saved window, stacked over the replicas.
+      window: the window whose state is replaced.
+      received: description of the saved window.
+      description: description of ``window``.
 
     Raises:
-      GradCombineError: for a window that has been begun and cannot be continued. Nothing is changed then.
+      GradCombineError: for a partial window that cannot be continued. Nothing is changed then.
     """
     *_, step, index, touched = arrays
     marks = np.zeros(window.touched.shape, np.int32)
     try:
-        states = _states(arrays, window, received, kind)
+        states = _states(arrays, window, received, description)
         marks = touched.max(0)
     except GradCombineError:
-        if begun(arrays):
+        if is_pending(arrays):
             raise
         states = [_empty(window, int(index[0]) + int(step[0] > 0))] * window.replicas
     window.load(states, marks)
 
 
-def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, kind: str) -> list[AccumulateState]:
-    *held, step, index, touched = arrays
-    require_equal("a window of {}", kind, received)
+def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, expected: str) -> list[AccumulateState]:
+    *leaves, step, index, touched = arrays
+    require_equal("a window of {}", expected, received)
     require_equal("a window of {} variables", window.touched.shape[0] - 1, touched.shape[1] - 1)
-    states = [_state(window, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
-    full = begun(arrays) and window.rules.is_full(states[0])
-    pending = f"{int(step[0])} that have not been applied"
+    states = [_state(window, [x[rank] for x in (*leaves, step, index)]) for rank in range(len(step))]
+    full = is_pending(arrays) and window.rules.is_full(states[0])
     if full:
-        raise invalid("a window of fewer microbatches, as every says", pending)
-    return _divided(window.rules.reduction, states, window.replicas)
+        raise invalid("a window of fewer microbatches than every", f"{int(step[0])} that have not been applied")
+    return _redistributed(window.rules.reduction, states, window.replicas)
 
 
 def _state(window: KerasWindow, arrays: Sequence[np.ndarray]) -> AccumulateState:
-    """A state of the depth of a window, of arrays that may be of another depth."""
-    *held, step, index = arrays
-    saved = AccumulateState(window.levels(held), step, index)
+    """Builds one replica's state with the window's depth from arrays that may have another depth."""
+    *leaves, step, index = arrays
+    saved = AccumulateState(window.levels(leaves), step, index)
     if (depth := depth_of(saved)) == window.depth:
         return saved
     if isinstance(saved.levels, BinaryCounter) and depth < window.depth and saved.levels.filled < 2**depth:
@@ -280,11 +281,11 @@ def _empty(window: KerasWindow, index: int) -> AccumulateState:
     return AccumulateState(cleared(window.rules.reduction, state.levels), np.int32(0), np.int32(index))
 
 
-def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:
-    """The states that a number of replicas continue with.
+def _redistributed(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:
+    """Redistributes the replicas' states over another number of replicas.
 
-    Where there are more than before, the others' windows are empty. Where there are fewer, windows are merged: the sum
-    is the same then, but not the order of its additions.
+    Additional replicas get empty windows. With fewer replicas, windows are merged, which changes the order of
+    additions.
     """
     if replicas >= len(states):
         empty = states[0]._replace(levels=cleared(reduction, states[0].levels))
@@ -294,7 +295,7 @@ def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: 
 
 
 def _cast(variable: Any, array: np.ndarray, levels: int = 0, skipped: int = 0, casting: Any = "safe") -> np.ndarray:
-    """The array in the variable's dtype; its first ``levels`` axes, and ``skipped`` of the variable's, are any."""
+    """Casts to the variable's dtype; the array's first ``levels`` axes and the variable's ``skipped`` may differ."""
     dtype, shape = np.dtype(dtypes.parse(_dtype(variable))), tuple(variable.shape)[skipped:]
     received = array.shape[levels:]
     if array.ndim < levels or received != shape or not np.can_cast(array.dtype, dtype, casting):
@@ -303,42 +304,42 @@ def _cast(variable: Any, array: np.ndarray, levels: int = 0, skipped: int = 0, c
 
 
 def _dtype(variable: Any) -> str:
-    # A Keras variable's own dtype, whatever an autocast scope says.
+    # Unaffected by an autocast scope, unlike `dtype`.
     return keras.backend.standardize_dtype(getattr(variable, "_dtype", variable.dtype))
 
 
-def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]:
-    """The name of a variable of the state, and the layout, which an accumulator has from its trainable variable."""
+def _name_and_layout(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]:
+    """Name and layout of the variable for a leaf of the state; an accumulator has its trainable variable's layout."""
     match = _ACCUMULATOR.match(path)
     if match is None:
         return re.sub(r"\W+", "_", path).strip("_"), None
-    of = variables[parts.averaged(int(match[2]))]
-    name = re.sub(r"\W+", "_", f"{getattr(of, 'path', of.name)}_window_{match[1]}{path[match.end() :]}")
-    # Levels have an axis more than their variable.
-    return name, None if match[1] == ".stacked" else getattr(of, "_layout", None)
+    trained = variables[parts.ordinary_index(int(match[2]))]
+    name = re.sub(r"\W+", "_", f"{getattr(trained, 'path', trained.name)}_window_{match[1]}{path[match.end() :]}")
+    # Stacked levels have an additional axis.
+    return name, None if match[1] == ".stacked" else getattr(trained, "_layout", None)
 
 
-def make_variable(first: Leaf, name: str, layout: Any = None) -> keras.Variable:
-    """Makes a variable that each replica has a value of its own of."""
-    dtype = str(first.dtype)
-    with translate_errors("a dtype that Keras has variables of", received=dtype):
+def make_variable(initial: Leaf, name: str, layout: Any = None) -> keras.Variable:
+    """Creates a variable with a separate value on each replica."""
+    dtype = str(initial.dtype)
+    with translate_errors("a dtype of Keras variables", received=dtype):
         keras.backend.standardize_dtype(dtype)
 
     def initializer(shape: Any, dtype: DType) -> Array:
-        return keras.ops.convert_to_tensor(first, dtype=dtype)
+        return keras.ops.convert_to_tensor(initial, dtype=dtype)
 
-    made = keras.Variable(
+    variable = keras.Variable(
         initializer,
-        shape=first.shape,
+        shape=initial.shape,
         dtype=dtype,
         trainable=False,
         autocast=False,
-        # Under a strategy each replica has its own window; read from outside, the variable has the first one's value.
+        # A value per replica of a strategy; in cross-replica context, reads return the first replica's.
         aggregation="only_first_replica",
         synchronization="on_read",
         name=name,
         layout=layout,
     )
-    held = keras.backend.standardize_dtype(made.value.dtype)
-    require_equal("accumulators of {}, which JAX has with jax_enable_x64", dtype, held, made.path)
-    return made
+    actual = keras.backend.standardize_dtype(variable.value.dtype)
+    require_equal("accumulators of {}, for which JAX needs jax_enable_x64", dtype, actual, variable.path)
+    return variable

@@ -1,5 +1,5 @@
 # pyright: standard
-"""An optimizer around another one: what it delegates to that one, and how its window is saved."""
+"""Base classes of an optimizer around another one: delegation to the inner optimizer, saving of the window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Optimizer = keras.optimizers.Optimizer
 
 
 def _delegated(name: str) -> Callable[..., Any]:
-    """The inner optimizer's method in place of the one that is inherited, which would change this optimizer alone."""
+    """Returns a method that calls the inner optimizer's; the inherited one would change this optimizer only."""
 
     @wraps(getattr(_Optimizer, name))
     def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
@@ -31,22 +31,22 @@ def _delegated(name: str) -> Callable[..., Any]:
 
 
 class Wrapper(_Optimizer):
-    """Leaves methods, properties and settings to its ``inner_optimizer``, which subclasses assign last.
+    """Delegates methods, properties and settings to ``inner_optimizer``, which subclasses assign last.
 
     Settings (``weight_decay``, ``clipnorm``, ...) and methods that change them are those of the optimizer inside a
-    LossScaleOptimizer, which uses none of its own.
+    LossScaleOptimizer, which itself ignores them.
 
     Args:
-      name: of the optimizer.
+      name: name of the optimizer.
     """
 
     def __init__(self, name: str | None) -> None:
         if not (name is None or (isinstance(name, str) and name.isprintable() and "/" not in name)):
             raise invalid("a printable name without /, or None", shown(name))
-        # Not super(): a subclass may be a LossScaleOptimizer as well, which starts otherwise.
+        # Not super(): a subclass may also be a LossScaleOptimizer, whose constructor differs.
         _Optimizer.__init__(self, learning_rate=0.0, name=name)
         for setting in [x for x in vars(self) if not x.startswith("_") and x not in ("name", "built")]:
-            del self.__dict__[setting]  # `__getattr__` finds the inner optimizer's
+            del self.__dict__[setting]  # so that `__getattr__` returns the inner optimizer's
 
     add_variable = _delegated("add_variable")
     add_variable_from_reference = _delegated("add_variable_from_reference")
@@ -58,17 +58,17 @@ class Wrapper(_Optimizer):
 
     @operation("Accumulate")
     def update_step(self, gradient: Leaf, variable: Any, learning_rate: Scalar) -> None:
-        """Refused: it would bypass the window."""
+        """Raises: it would bypass the window."""
         raise invalid("a call of apply, which counts microbatches", "one of update_step")
 
     @property
     def iterations(self) -> Array:
-        """How often the inner optimizer has run."""
+        """Number of updates by the inner optimizer."""
         return self.inner_optimizer.iterations
 
     @property
     def learning_rate(self) -> Array:
-        """The inner optimizer's."""
+        """Learning rate of the inner optimizer."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -77,19 +77,19 @@ class Wrapper(_Optimizer):
 
     @property
     def _model_variables_moving_average(self) -> Any:
-        # Of keras.callbacks.SwapEMAWeights, which looks for it in what a LossScaleOptimizer wraps.
+        # keras.callbacks.SwapEMAWeights reads it from the optimizer inside a LossScaleOptimizer.
         return self._settings._model_variables_moving_average
 
     def scale_loss(self, loss: Any) -> Array:
-        """As the inner optimizer does."""
+        """Scales the loss as the inner optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """As the inner optimizer does."""
+        """Finalizes the variables as the inner optimizer does."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what this optimizer does not have.
+        # Called only for attributes that this optimizer does not have.
         if name.startswith("_") or "inner_optimizer" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
@@ -105,7 +105,6 @@ class Wrapper(_Optimizer):
 
     @property
     def _settings(self) -> Any:
-        """The optimizer that settings are of."""
         return unscaled(self.inner_optimizer)
 
     def _holder(self, name: str) -> Any:
@@ -119,71 +118,71 @@ class Wrapper(_Optimizer):
 
 
 class WindowWrapper(Wrapper):
-    """A `Wrapper` that saves and loads a window with its own variables and the inner optimizer's.
+    """A `Wrapper` that saves and loads its window.
 
     Attributes:
-      _window: None until it is built.
-      _kind: reduction and precision of the window, which a file has to match.
+      _window: the window; None until the optimizer is built.
+      _description: reduction, precision and wire of the window, which a file has to match.
     """
 
     _window: KerasWindow | None = None
-    _kind: str
+    _description: str
 
     @property
     def variables(self) -> list[Any]:
-        """The windows, and the inner optimizer's variables."""
+        """Variables of this optimizer, including its window's, and of the inner optimizer."""
         return [*self._variables, *self.inner_optimizer.variables]
 
     @operation("Accumulate")
     def set_weights(self, weights: Sequence[Leaf]) -> None:
-        """Replaces the values of ``variables`` by those of an optimizer of the same reduction and precision.
+        """Replaces the values of ``variables`` by those of an optimizer with the same reduction and precision.
 
         Raises:
-          GradCombineError: for other shapes; for a window that has been begun and cannot be continued, or that has
-            several replicas, whose windows only files hold. Nothing is changed then.
+          GradCombineError: for other shapes; for a partial window that cannot be continued, or if there are several
+            replicas, as the weights contain the first one's window only. Nothing is changed then.
         """
         window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
         arrays = list(map(windows.as_array, require_items("a list of weights", weights)))
         require_equal("weights of shapes {}", [tuple(x.shape) for x in self.variables], [x.shape for x in arrays])
-        inside = slice(len(others), len(self._variables))
+        start, stop = len(others), len(self._variables)
         rest = [*others, *inner]
-        values = windows.values_of(rest, [*arrays[: inside.start], *arrays[inside.stop :]])
-        held = [x[np.newaxis] for x in arrays[inside]]
-        windows.require_window(held)
-        if window.replicas > 1 and windows.begun(held):
-            raise invalid("a window of all replicas, as files have it", "the first one's")
-        windows.replace(held, window, self._kind, self._kind)
+        values = windows.values_of(rest, [*arrays[:start], *arrays[stop:]])
+        saved = [x[np.newaxis] for x in arrays[start:stop]]
+        windows.require_window(saved)
+        if window.replicas > 1 and windows.is_pending(saved):
+            raise invalid("a window of all replicas, as in a file", "one of the first replica only")
+        windows.replace(saved, window, self._description, self._description)
         for variable, value in zip(rest, values, strict=True):
             variable.assign(value)
 
     @operation("Accumulate")
     def save_own_variables(self, store: Any) -> None:
-        """Every replica's window, if there is one yet; Keras saves the inner optimizer by itself."""
+        """Saves the windows of all replicas, if built; Keras saves the inner optimizer separately."""
         if self._window is not None:
-            windows.save(store, self._others(), self._window, self._kind)
+            windows.save(store, self._others(), self._window, self._description)
 
     @operation("Accumulate")
     def load_own_variables(self, store: Any) -> None:
-        """Loads the result of `save_own_variables`, on either backend and under any number of replicas.
+        """Loads the result of `save_own_variables`, from either backend and any number of replicas.
 
         Raises:
-          GradCombineError: for a window that has been begun and cannot be continued. Nothing of this optimizer is
-            changed then; Keras still loads the rest, and reports at the end what could not be loaded.
+          GradCombineError: for a partial window that cannot be continued. This optimizer is unchanged then; Keras loads
+            the rest, and reports at the end which objects it could not load.
         """
-        in_file = windows.KIND in windows.names_in(store)
+        in_file = windows.DESCRIPTION_KEY in windows.names_in(store)
         if self._window is not None and in_file:
-            windows.load(store, self._others(), self._window, self._kind)
+            windows.load(store, self._others(), self._window, self._description)
         elif self._window is not None:
-            self._skip("there is none in the file")
+            self._warn_skipped("the file contains none")
         elif in_file:
-            self._skip("it is not built; call build(model.trainable_variables) before loading")
+            self._warn_skipped("the optimizer is not built; call build(model.trainable_variables) before loading")
 
-    def _skip(self, reason: str) -> None:
+    def _warn_skipped(self, reason: str) -> None:
         warnings.warn(f"Skipping the window of optimizer {self.name!r}: {reason}.", stacklevel=3)
 
     def _built_window(self) -> KerasWindow:
         return require_given("an optimizer that is built, or trainable_variables", self._window)
 
     def _others(self) -> list[Any]:
-        """Its own variables, without the window's."""
+        """Variables of this optimizer except for the window's."""
         return self._variables[: len(self._variables) - len(self._built_window().variables)]

@@ -242,7 +242,7 @@ def test_other_strategies_and_contexts() -> None:
 def test_a_refused_strategy_names_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = object.__new__(tf.distribute.ParameterServerStrategy)
     monkeypatch.setattr(tf.distribute, "get_strategy", lambda: strategy)
-    with pytest.raises(GradCombineError, match=r"^Accumulate: .*replicas run in step"):
+    with pytest.raises(GradCombineError, match=r"^Accumulate: .*a synchronous strategy"):
         Accumulate(keras.optimizers.SGD(1.0), 2).build([])
 
 

@@ -76,8 +76,8 @@ def test_a_window_goes_on_in_one_of_another_length_and_order(every: int, longer:
 @pytest.mark.parametrize(
     ("way", "every", "before", "after", "message"),
     [
-        ("store", 2, {}, {}, "fewer microbatches, as every says, received 2"),
-        ("weights", 2, {}, {}, "fewer microbatches, as every says, received 2"),
+        ("store", 2, {}, {}, "fewer microbatches than every, received 2"),
+        ("weights", 2, {}, {}, "fewer microbatches than every, received 2"),
         ("store", 1, {"order": "tree"}, {"order": "tree"}, "fewer microbatches"),
         ("weights", 1, {"order": "tree"}, {"order": "tree"}, "of shapes"),
         ("store", 3, {"reduction": "sum"}, {}, "a window of mean, .* received sum"),
@@ -133,7 +133,7 @@ def test_a_file_says_what_could_not_be_loaded(tmp_path: Path) -> None:
     model.fit(x, y, batch_size=2, verbose=0)
     other.optimizer.build(other.trainable_variables)
     model.save_weights(tmp_path / "a.weights.h5")
-    with pytest.raises(ValueError, match="a window of fewer microbatches, as every says"):
+    with pytest.raises(ValueError, match="a window of fewer microbatches than every"):
         other.load_weights(tmp_path / "a.weights.h5")
     assert int(other.optimizer.variables[0]) == 0
 
@@ -142,10 +142,10 @@ def test_what_is_not_built_says_so(tmp_path: Path) -> None:
     model, other = linear(Accumulate("sgd", 3)), linear(Accumulate("sgd", 3))
     model.save_weights(tmp_path / "nothing.weights.h5")
     model.optimizer.build(model.trainable_variables)
-    with pytest.warns(UserWarning, match="Skipping the window .* there is none in the file"):
+    with pytest.warns(UserWarning, match="Skipping the window .* the file contains none"):
         model.load_weights(tmp_path / "nothing.weights.h5")
     model.save_weights(tmp_path / "a.weights.h5")
-    with pytest.warns(UserWarning, match="it is not built; call build"):
+    with pytest.warns(UserWarning, match="the optimizer is not built; call build"):
         other.load_weights(tmp_path / "a.weights.h5")
     again: Any = pickle.loads(pickle.dumps(Accumulate("sgd", 3)))
     assert again.every == 3

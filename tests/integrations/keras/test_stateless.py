@@ -74,7 +74,7 @@ def test_parameters_window_and_state_are_updated_in_place(make: Any) -> None:
 def test_accumulators_that_jax_has_not_are_refused() -> None:
     with (
         pytest.warns(UserWarning, match="float64"),
-        pytest.raises(GradCombineError, match="accumulators of float64, which JAX has with jax_enable_x64"),
+        pytest.raises(GradCombineError, match="accumulators of float64, for which JAX needs jax_enable_x64"),
     ):
         Accumulate(Replace(), 2, dtype="float64").build(matrix_and_vector())
 
