@@ -1,4 +1,4 @@
-"""TensorFlow: the algebra in training loops over variables."""
+"""TensorFlow: accumulation and all-reduce in training loops over variables."""
 
 from gradcombine.errors import importing
 

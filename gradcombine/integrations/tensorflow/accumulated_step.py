@@ -1,5 +1,5 @@
 # pyright: standard
-"""A training step over variables that accumulates, all-reduces and applies at the boundary."""
+"""A training step over variables that accumulates gradients and all-reduces and applies them once per window."""
 
 from __future__ import annotations
 
@@ -46,57 +46,58 @@ __all__ = ["AccumulatedStep"]
 
 
 class AccumulatedStep(WithSeen):
-    """A training step that accumulates microbatches, and once a window all-reduces the replicas' windows and applies.
+    """A training step that accumulates microbatches and, once per window, all-reduces the replicas' sums and applies.
 
-    Every call computes the gradients of one microbatch on each replica and adds them to that replica's own window, in
-    variables that are written in place. At the boundary, and only there, the windows are merged over the replicas,
-    divided once by their true weight, and applied. Under the default `gradcombine.reductions.mean`, with the number of
-    examples (or tokens) of a microbatch as its weight, that is the gradient of the whole window's batch, however
-    unevenly it is divided over microbatches and replicas.
+    Every call computes the gradients of one microbatch on each replica and adds them to the replica's accumulators, in
+    variables that are updated in place. At the boundary, and only there, the windows are merged over the replicas,
+    divided once by their total weight, and applied. With the default `gradcombine.reductions.mean` and the number of
+    examples (or tokens) of a microbatch as its weight, the result is the gradient of the window's entire batch, however
+    unevenly it is divided into microbatches and among replicas.
 
-    Calls are made in cross-replica context, eagerly or in a tf.function, which is traced once. The boundary is a
-    tf.cond outside of the replicas, so the replicas exchange nothing between boundaries. Without a strategy the step
-    may be compiled by ``jit_compile=True``; under one, compile the function ``gradients`` instead.
+    Call the step in cross-replica context, eagerly or in a tf.function, which is traced once. The boundary is a tf.cond
+    outside of the replicas, which exchange nothing between boundaries. Without a strategy the step can be compiled with
+    ``jit_compile=True``; under a strategy, compile the function ``gradients`` instead.
 
     Args:
       gradients: ``gradients(*batch) -> (gradients, weight)`` or ``(gradients, weight, outputs)`` of one microbatch,
         called in replica context. Gradients: one per variable, of its shape and dtype, averaged over the microbatch and
-        not yet combined over replicas; None for "no gradient"; tf.IndexedSlices become dense. Weight: a scalar, finite
-        and not negative; a microbatch of weight 0 changes nothing. Outputs: any structure of tensors.
-      variables: tf.Variables or Keras variables, made under the strategy in scope.
-      apply: a Keras optimizer, built here if it is not yet; or a function ``apply(gradients, variables)``, which is
-        called in cross-replica context with tensors that hold for all replicas. Variables that have never had a
-        gradient are left out, as by Keras: neither they nor their slots change. Any gradient that is not None counts,
-        zeros too, on any replica. A graph that does not know whether one of them had a gradient passes all of them,
-        and then puts those without one back, with their slots in a Keras optimizer; not what else a function changes.
-      every: the microbatches of a window: an integer of 1 or more, or a function of the window's index.
+        not yet combined over replicas; None for "no gradient"; tf.IndexedSlices become dense. Weight: a finite,
+        nonnegative scalar; a microbatch of weight 0 adds nothing. Outputs: any structure of tensors.
+      variables: tf.Variables or Keras variables, created under the strategy in scope.
+      apply: a Keras optimizer, built here if necessary; or a function ``apply(gradients, variables)``, called in
+        cross-replica context with tensors that are identical on all replicas. As in Keras, variables that have never
+        had a gradient are left out: neither they nor their slots change. Any gradient other than None counts, also
+        zeros, on any replica. If it is not known while tracing whether a variable has had one, a graph applies all
+        gradients, and then restores the variables that have not, with their slots in a Keras optimizer, but nothing
+        else that a function changes.
+      every: number of microbatches per window: an integer of 1 or more, or a function of the window's index.
       reduction: from `gradcombine.reductions`.
       order: as for `gradcombine.accumulate` over time, and for `gradcombine.merge_replicas` over replicas.
       max_every: as for `gradcombine.accumulate`.
-      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
-        "microbatches"}``. In the place of ``gradients`` is then a loss, which the step differentiates:
-        ``loss(*batch) -> (values, weights)`` or ``(values, weights, outputs)``, the values a dict of the terms by name,
-        each a *sum*, a floating scalar, and the weights a dict of the denominators by name, each the number that the
-        microbatch adds to it. What is applied is the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all
+      terms: for a loss of several terms, the name of each term's denominator: ``{"ce": "tokens", "balance":
+        "microbatches"}``. Instead of ``gradients``, pass a loss, which the step differentiates:
+        ``loss(*batch) -> (values, weights)`` or ``(values, weights, outputs)``. The values are a dict of the terms by
+        name, each a *sum*, a floating scalar; the weights are a dict of the denominators by name, each the
+        microbatch's contribution. The step applies the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all
         microbatches i of all replicas: see `docs/losses.md`. ``reduction`` is a mean (with ``totals``, a sum).
-      totals: None: the denominators' totals are not known before the window ends, and each denominator has accumulators
-        and a backward pass of its own. ``"given"``: each call is given them as ``totals={...}``, the same in all calls
-        of a window, and one accumulator and one backward pass do; a flush divides by these.
+      totals: None: the denominators' totals are unknown until the window ends, and each denominator has its own
+        accumulators and backward pass. ``"given"``: each call takes the totals as ``totals={...}``, the same in all
+        calls of a window, and one set of accumulators and one backward pass suffice; a flush divides by these totals.
 
     Raises:
       GradCombineError: for variables or an optimizer of another strategy, a call inside ``strategy.run`` or under
-        another strategy, gradients that do not match the variables, a call without any gradient where none came before;
-        and as `gradcombine.accumulate`. The windows are unchanged then.
+        another strategy, gradients that do not match the variables, a call without any gradient if there was none
+        before; and as `gradcombine.accumulate`. The windows are unchanged then.
 
     Bits: order ``"sequential"``: those of `gradcombine.accumulate` on each replica, added over replicas in the order
-    that the strategy's all-reduce chooses. Order ``"tree"``: those of `gradcombine.combine` over the whole window,
-    replica 0's microbatches first, where replicas hold the same power of two of them.
+    that the strategy's all-reduce chooses. Order ``"tree"``: those of `gradcombine.combine` over the entire window,
+    replica 0's microbatches first, if all replicas hold the same power of two of them.
 
-    A tf.train.Checkpoint of the step resumes in the middle of a window, to the bit: it holds every replica's window by
-    itself, and the position once. Under more replicas the others' windows stay empty; under fewer, contributions would
-    be missing, which ``assert_consumed()`` reports. Variables and optimizer are saved beside it. It also holds `seen`,
-    which variables have had a gradient. From an earlier checkpoint without that, and from `load_states`, those whose
-    gradients in the window add up to something else than zeros are known.
+    A tf.train.Checkpoint of the step resumes bit for bit in the middle of a window: it holds the window of each
+    replica, their common position, and `seen`, but not the variables and the optimizer, which are saved separately.
+    Under more replicas, the additional windows stay empty; under fewer, contributions would be missing, which
+    ``assert_consumed()`` reports. After `load_states`, or from an older checkpoint without `seen`, variables count as
+    seen if their combined gradient in the window differs from that of an empty window.
 
     References: `Custom training with tf.distribute.Strategy
     <https://www.tensorflow.org/tutorials/distribute/custom_training>`_; `tf.VariableSynchronization
@@ -138,7 +139,7 @@ class AccumulatedStep(WithSeen):
         self._strategy = tf.distribute.get_strategy()
         require_context(self._strategy)
         require_synchronous(self._strategy)
-        # As attributes they are in checkpoints, where they can be.
+        # As attributes, so that checkpoints include those that are trackable.
         self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
         self._terms: LossOfTerms | None = None
         if terms is not None:
@@ -153,7 +154,7 @@ class AccumulatedStep(WithSeen):
         targets = require_items("a list of variables", variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
-        # In a closure: tf.Module would wrap a list, and refuse to save Keras variables.
+        # In a closure: tf.Module would wrap a list, and cannot save Keras variables.
         self._targets = lambda: targets
         if optimizer is not None:
             require_created_in_scope(self._strategy, optimizer.iterations, ".iterations")
@@ -168,110 +169,109 @@ class AccumulatedStep(WithSeen):
         self._metrics = None if self._terms is None else self._terms.metrics(self._window, specs)
         if self._metrics is not None:
             self.metrics_position, self.metrics_windows = self._metrics.position, self._metrics.windows
-        self._is_alone = local_replicas(self._strategy) == self._strategy.num_replicas_in_sync
+        self._is_single_process = local_replicas(self._strategy) == self._strategy.num_replicas_in_sync
         self.make_seen(len(targets))
 
     def __call__(
         self, *batch: Tree, totals: Mapping[str, Tree] | None = None, number: Scalar | None = None
     ) -> tuple[Any, ...]:
-        """One microbatch on each replica.
+        """Adds one microbatch on each replica, and applies the window if it is full.
 
         Args:
-          *batch: what ``gradients`` takes; under a strategy, tf.distribute's per-replica values.
+          *batch: arguments of ``gradients``; under a strategy, tf.distribute's per-replica values.
           totals: with ``totals="given"``, by denominator the total of the window over its microbatches and replicas.
-          number: of the microbatch, with a reduction that is `gradcombine.reductions.numbered`; under a strategy, a
-            per-replica value. One that the replica's window holds already counts nothing, traced or not. None: that of
-            its place.
+          number: number of the microbatch, with `gradcombine.reductions.numbered`; under a strategy, a per-replica
+            value. A number that the replica's window already holds adds nothing, traced or not. None: that of its
+            position.
 
         Returns:
-          Whether the window was full and has been applied, a boolean scalar; and the ``outputs`` of ``gradients``, per
-          replica under a strategy (None where there are none). With ``terms``, metrics of the window that was applied,
-          zeros where none was, as a third: ``value``, by term its sum over its denominator's total, and ``weight``, by
-          denominator the total.
+          Boolean scalar: whether the window was full and has been applied; and the ``outputs`` of ``gradients``, per
+          replica under a strategy (None if there are none). With ``terms``, also the `WindowMetrics` of the window that
+          was applied, zeros if none was.
         """
         return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals, number)
 
     def flush(self) -> Array:
-        """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
+        """Applies a partial window, divided by its actual weight, and starts a new one, e.g. at the end of the data.
 
         Returns:
-          Whether there was one, a boolean scalar. A window that is empty or has been applied changes nothing. With
-          ``terms``, a pair of that and the metrics.
+          Boolean scalar: whether there was a partial window. Otherwise nothing changes. With ``terms``, a pair of this
+          and the metrics.
         """
         return self._flush(tf.__internal__.autograph.control_status_ctx())
 
     @operation("AccumulatedStep")
     def states(self) -> list[AccumulateState]:
-        """The window of each replica of this process, by rank: for `gradcombine.statefile`, eagerly.
+        """Returns the window of each replica of this process, by rank, for `gradcombine.statefile`; eager only.
 
         Returns:
-          One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of a gradient per variable.
-          They do not hold `seen`, a variable that may be saved, and assigned, beside them.
+          One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of one gradient per
+          variable. They do not include the variable `seen`, which can be saved and assigned separately.
         """
         require_context(self._strategy)
         columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
-        # What is one object for all replicas comes back as one.
+        # strategy.run returns an object that is shared by all replicas once.
         count = max(map(len, columns))
-        whole = [column if len(column) == count else column * count for column in columns]
-        return [self._state.unflat(arrays) for arrays in zip(*whole, strict=True)]
+        by_replica = [column if len(column) == count else column * count for column in columns]
+        return [self._state.unflat(arrays) for arrays in zip(*by_replica, strict=True)]
 
     @operation("AccumulatedStep")
     def load_states(self, states: Sequence[AccumulateState]) -> None:
-        """Replaces the windows, eagerly.
+        """Replaces the windows; eager only.
 
         Args:
-          states: one per replica of this process, of NumPy arrays or tensors, as `states` returns or
-            `gradcombine.statefile.resize` makes.
+          states: one per replica of this process, of NumPy arrays or tensors, as returned by `states` or
+            `gradcombine.statefile.resize`.
 
         Raises:
           GradCombineError: for another number of states, or states that do not match; nothing is written then.
         """
         require_context(self._strategy)
-        expected = self.states()
-        given = require_items("a list of states, one per replica", states)
-        require_equal("{} states, one per replica", len(expected), len(given))
-        for rank, (held, state) in enumerate(zip(expected, given, strict=True)):
-            leaves, structure = tree.flatten(held)
-            received = tree.flatten_as(structure, state)
-            for path, x, y in zip(structure.paths(), leaves, received, strict=True):
+        current = self.states()
+        states = require_items("a list of states, one per replica", states)
+        require_equal("{} states, one per replica", len(current), len(states))
+        for rank, (expected, received) in enumerate(zip(current, states, strict=True)):
+            leaves, structure = tree.flatten(expected)
+            arrays = tree.flatten_as(structure, received)
+            for path, x, y in zip(structure.paths(), leaves, arrays, strict=True):
                 if x is not None and not is_array_of(y, BACKEND.dtype(x), BACKEND.shape(x)):
                     raise invalid(in_words(x), in_words(y), f"[{rank}]{path}")
 
         first = int(self._local(self._strategy.run(_rank))[0])
-        self._strategy.run(lambda: self._state.write(Pending(given[int(tf.get_static_value(_rank())) - first])))
+        self._strategy.run(lambda: self._state.write(Pending(states[int(tf.get_static_value(_rank())) - first])))
 
     # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
-    # converted if the tf.function around uses AutoGraph, which ``status`` says.
+    # converted if the surrounding tf.function uses AutoGraph, according to ``status``.
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _step(self, status: Any, batch: tuple[Any, ...], totals: Tree, number: Scalar) -> tuple[Any, ...]:
         require_context(self._strategy)
-        wanted = self._terms is not None and self._terms.is_given
-        expected = "totals={...} in each call, with totals='given' and not else"
-        if (totals is not None) != wanted:
+        expects_totals = self._terms is not None and self._terms.is_given
+        expected = "totals={...} in each call if, and only if, the step has totals='given'"
+        if (totals is not None) != expects_totals:
             raise invalid(expected, shown(totals))
-        # All replicas compute before any of them writes: a failure on one leaves all of them whole.
-        compute, begun = converted(self._gradients, status), graph_size()
-        # Which variables have a gradient is known while tracing, and only then.
+        # All replicas compute before any of them writes: a failure on one leaves all windows unchanged.
+        compute, size_before = converted(self._gradients, status), graph_size()
+        # Filled while the replicas' function is traced.
         present: set[int] = set()
         pending, ready, outputs = self._strategy.run(self._accumulated, args=(present, compute, totals, number, *batch))
         if not present:
             self._require_earlier_gradient()
         full = self._agreed(ready)
         tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
-        with run_after([*effects_since(begun), *tensors]):
+        with run_after([*effects_since(size_before), *tensors]):
             computed = tf.no_op()
 
         def write(pending: list[Pending]) -> None:
             with run_after([computed]):
-                for state, one in zip(self._held(), pending, strict=True):
-                    state.write(one)
+                for state, new in zip(self._states(), pending, strict=True):
+                    state.write(new)
 
         self._strategy.run(write, args=(pending,))
         with run_after([computed]):
             self.see(present)
-        told = self._apply_if(full, present, status)
-        return (full, outputs) if self._terms is None else (full, outputs, told)
+        metrics = self._apply_if(full, present, status)
+        return (full, outputs) if self._terms is None else (full, outputs, metrics)
 
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
@@ -279,9 +279,9 @@ class AccumulatedStep(WithSeen):
         require_context(self._strategy)
         is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
         applied = self._agreed(is_partial)
-        told = self._apply_if(applied, (), status)
+        metrics = self._apply_if(applied, (), status)
         self._strategy.run(self._end)
-        return applied if self._terms is None else (applied, told)
+        return applied if self._terms is None else (applied, metrics)
 
     def _accumulated(
         self, present: set[int], compute: Callable[..., Tree], totals: Tree, number: Scalar, *batch: Tree
@@ -289,81 +289,80 @@ class AccumulatedStep(WithSeen):
         targets = self._targets()
         if self._terms is None:
             gradients, weight, *outputs = checked_result(compute(*batch), targets)
-            columns, entering = [gradients], [gradients]
+            gradient_lists, contributions = [gradients], [gradients]
         else:
-            several, weights, weight, told, outputs = self._terms.computed(compute, batch, totals, targets)
-            dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in several.items()}
-            columns, entering = list(dense.values()), [self._terms.contribution(dense, weights), told]
+            by_denominator, weights, weight, parts, outputs = self._terms.computed(compute, batch, totals, targets)
+            dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in by_denominator.items()}
+            gradient_lists, contributions = list(dense.values()), [self._terms.contribution(dense, weights), parts]
         if number is not None and self._window.reduction.microbatches is not None:
             weight, number = self._window.once(self._state.read(), weight, number)
-        # What is told of a window has no ledger of its own.
-        held = zip(self._held(), entering, (number, None), strict=False)
-        contributed = [state.contributed(x, weight, its) for state, x, its in held]
-        pending, (ready, *_) = zip(*contributed, strict=True)
-        pending = [one._replace(after=self._window.end(one.after, ready)) for one in pending]
-        present |= {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
+        # The metrics' reduction is not numbered.
+        triples = zip(self._states(), contributions, (number, None), strict=False)
+        results = [state.contributed(contribution, weight, n) for state, contribution, n in triples]
+        pending, (ready, *_) = zip(*results, strict=True)
+        pending = [new._replace(after=self._window.end(new.after, ready)) for new in pending]
+        present |= {i for grads in gradient_lists for i, gradient in enumerate(grads) if gradient is not None}
         return pending, ready, outputs[0] if outputs else None
 
-    def _held(self) -> list[ReplicaState]:
-        """The states of each replica: the window, and the metrics if there are any."""
+    def _states(self) -> list[ReplicaState]:
+        """States of each replica: the window's, and the metrics' if there are any."""
         return [self._state] if self._metrics is None else [self._state, self._metrics]
 
     def _end(self) -> None:
-        for held in self._held():
+        for held in self._states():
             state = held.unread()
             held.write_step(self._window.end(state, self._window.is_partial(state)).step)
 
     def _require_earlier_gradient(self) -> None:
-        begun = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
-        had = tf.reduce_any(self.seen) | self._local(begun)[0]
+        is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
+        had = tf.reduce_any(self.seen) | self._local(is_partial)[0]
         BACKEND.check(had, "AccumulatedStep", "a gradient for one variable or more, in this call or one before", "none")
 
     def _apply_if(self, condition: tf.Tensor, present: Collection[int], status: Any) -> Array:
-        # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
-        # of a replica.
+        # In cross-replica context: tf.distribute does not allow collectives in a conditional in replica context.
         terms = self._terms
         return tf.cond(
             condition,
             lambda: self._merge_and_apply(present, status),
-            lambda: None if terms is None else terms.nothing(),
+            lambda: None if terms is None else terms.empty_metrics(),
         )
 
     def _merge_and_apply(self, present: Collection[int], status: Any) -> WindowMetrics | None:
-        everything = range(len(self._targets()))
+        all_indices = range(len(self._targets()))
         merged = self._strategy.run(self._state.value)
-        # The replicas of other processes may have gradients of other variables, and all have to take the same branch.
-        known = present if self._is_alone else ()
-        if len(known) == len(everything):
-            self._update.run(merged, everything, status)
+        # Replicas of other processes may have gradients of other variables, but all have to take the same branch.
+        known = present if self._is_single_process else ()
+        if len(known) == len(all_indices):
+            self._update.run(merged, all_indices, status)
         else:
             self._update.run_where(self._touched(merged, known), merged, known, status)
         if self._terms is None or self._metrics is None:
             return None
-        told = self._strategy.run(self._metrics.value)
-        return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
+        metrics = self._strategy.run(self._metrics.value)
+        return WindowMetrics(**tf.nest.map_structure(lambda x: self._local(x)[0], metrics))
 
     def _touched(self, merged: Sequence[Leaf], known: Collection[int]) -> tf.Tensor:
-        """The variables that have had a gradient on any replica, a boolean vector."""
+        """Boolean vector: the variables that have had a gradient on any replica."""
         over = tf_replicas()
         counts = self._strategy.run(lambda: over.all_sum([tf.cast(tf.convert_to_tensor(self.seen), tf.int32)])[0])
-        noted = self._local(counts)[0] > 0
+        seen = self._local(counts)[0] > 0
 
-        def with_held() -> tf.Tensor:
-            """The touched variables, with those of a window restored without marks whose accumulators are not empty."""
+        def with_nonempty() -> tf.Tensor:
+            """Adds variables with nonempty accumulators, in case a window was restored without `seen`."""
             like = [None if i in known else tf.TensorSpec(x.shape, x.dtype) for i, x in enumerate(self._targets())]
             pairs = enumerate(zip(merged, neutral(self._window, self._like(like)), strict=True))
-            return noted | tf.stack([i in known or differs(self._local(x)[0], empty) for i, (x, empty) in pairs])
+            return seen | tf.stack([i in known or differs(self._local(x)[0], empty) for i, (x, empty) in pairs])
 
-        touched = tf.cond(tf.reduce_all(noted), lambda: noted, with_held)
+        touched = tf.cond(tf.reduce_all(seen), lambda: seen, with_nonempty)
         self.seen.assign(touched)
         return touched
 
     def _agreed(self, condition: Scalar) -> tf.Tensor:
-        """The condition, which is the same on all replicas unless their windows' lengths differ."""
+        """Returns the condition; raises if it differs between replicas, as their window lengths do."""
         first, *others = self._local(condition)
         for other in others:
             expected = "a window length that is the same on all replicas"
-            BACKEND.check(tf.equal(first, other), "AccumulatedStep", expected, "another one on some")
+            BACKEND.check(tf.equal(first, other), "AccumulatedStep", expected, "another length on some of them")
         return first
 
     def _local(self, value: Tree) -> Array:

@@ -1,4 +1,4 @@
-"""The sum of several gradients of one tensor in tf.gradients, by tf.AggregationMethod."""
+"""Sums of gradient terms as computed by tf.gradients for each tf.AggregationMethod."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {"add_n": 0, "tree": 1, "accumulate_n": 2}
 
 
 class NotATensorError(GradCombineError, TypeError):
-    """For a term that is not a tensor: also a TypeError, which is what TensorFlow raises."""
+    """Raised for terms that are not tensors; also a TypeError, which TensorFlow raises."""
 
 
 @operation("aggregate")
@@ -28,7 +28,7 @@ def aggregate(
     execution: Execution = "function",
     names: Sequence[str] | None = None,
 ) -> Any:
-    """The gradient that ``tf.gradients(..., aggregation_method=method)`` makes of the terms of one tensor.
+    """Adds the gradient terms of one tensor as ``tf.gradients(..., aggregation_method=method)`` does.
 
     ============================  =================  ==============  ============
     method                        ``"function"``     ``"graph"``     ``"xla"``
@@ -41,22 +41,23 @@ def aggregate(
     ============================  =================  ==============  ============
 
     Args:
-      terms: tensors or tf.IndexedSlices of one shape and dtype, in the order in which tf.gradients is given ``ys``, or
-        finds the uses of ``x``. None is left out.
+      terms: tensors or tf.IndexedSlices of one shape and dtype, in the order of ``ys`` in tf.gradients, or of the uses
+        of ``x`` as it traverses them. None is skipped.
       method: a value of tf.AggregationMethod, or one of `gradcombine.add_n`'s names. None: ADD_N.
-      execution: ``"function"``: a tf.function, where Grappler makes one AddN of every chain of additions and sorts its
-        terms by name. ``"graph"``: a session without Grappler. ``"xla"``: ``jit_compile=True``.
-      names: for ``"function"``, of the nodes that make the terms, as for `gradcombine.foreign_orders.addn_blocks`;
-        None: they are sorted already.
+      execution: ``"function"``: a tf.function, in which Grappler replaces every chain of additions by one AddN and
+        sorts its terms by name. ``"graph"``: a session without Grappler. ``"xla"``: ``jit_compile=True``.
+      names: with ``"function"``, names of the nodes that produce the terms, as for
+        `gradcombine.foreign_orders.addn_blocks`; None: the terms are already sorted.
 
     Returns:
-      None for no terms; one term as it is; IndexedSlices, one after another, where all are; else a dense sum.
+      None for no terms; a single term unchanged; concatenated IndexedSlices if all terms are IndexedSlices; otherwise a
+      dense sum.
 
     Raises:
-      GradCombineError: for an unknown method or execution, and terms that do not match; for what is not a tensor, one
-        that is a TypeError as well.
+      GradCombineError: for an unknown method or execution, and terms that do not match; `NotATensorError`, which is
+        also a TypeError, for terms that are not tensors.
 
-    Bits: those of TensorFlow 2.21 on CPU, where no term's buffer is reused (see
+    Bits: those of TensorFlow 2.21 on CPU, provided that no term's buffer is reused (see
     `gradcombine.foreign_orders.addn_blocks`). For an order that no compiler changes, call `gradcombine.add_n`.
 
     References: `tf.AggregationMethod <https://www.tensorflow.org/api_docs/python/tf/AggregationMethod>`_.
@@ -76,7 +77,7 @@ def aggregate(
     if len(present) < 2:
         return present[0] if present else None
     if all(isinstance(term, tf.IndexedSlices) for term in present):
-        return _joined(present)
+        return _concatenated(present)
     return order([tf.convert_to_tensor(term) for term in present])
 
 
@@ -88,14 +89,14 @@ def _number(method: Any) -> int:
 def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
     require_one_of("execution 'function', 'graph' or 'xla'", execution, get_args(Execution))
     if names is not None and execution != "function":
-        raise invalid("no names: terms are sorted in a function only", shown(execution))
+        raise invalid("execution 'function' for names, as only Grappler sorts terms", shown(execution))
     if execution == "function":
         return partial(foreign_orders.addn_blocks, names=names)
     return foreign_orders.addn_blocks if (number, execution) == (0, "graph") else foreign_orders.left_chain
 
 
-def _joined(slices: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
-    """All slices one after another; indices of two widths become int64."""
+def _concatenated(slices: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """Concatenates slices; indices of mixed dtypes become int64."""
     indices = [x.indices for x in slices]
     if len({x.dtype for x in indices}) > 1:
         indices = [tf.cast(x, tf.int64) for x in indices]

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The optimizer's run at the boundary, on merged gradients, for the variables that have had one and no others."""
+"""The optimizer update at the boundary of a window, restricted to variables that have had a gradient."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ _UPDATE, _SUM = "_backend_update_step", "_all_reduce_sum_gradients"
 
 @contextmanager
 def _summed_over_replicas(optimizer: Any) -> Iterator[bool]:
-    """Tells a Keras optimizer, within the context, that the gradients are summed over replicas already.
+    """Disables, inside the context, the sum over replicas in a Keras optimizer and its inner optimizers.
 
-    The method that sums them is private to Keras: it is replaced in optimizers that use Keras' own, while the boundary
-    is traced, and the optimizers inside of others are replaced with them.
+    Keras' method is private. It is replaced while the boundary is traced, unless an optimizer overrides it.
 
     Yields:
-      Whether this was possible, and all replicas apply the same gradients. If not, the optimizer sums: the gradients
-      are for one replica, and zeros for the others.
+      Whether the sum is disabled, and all replicas have to apply the same gradients. Otherwise the optimizer sums:
+      one replica has to pass the gradients, and the others zeros.
     """
     optimizers = list(with_inner(optimizer))
-    possible = all(map(_sums_as_keras, optimizers))
-    if possible:
+    can_disable = all(map(_sums_as_keras, optimizers))
+    if can_disable:
         for one in optimizers:
-            vars(one)[_SUM] = _as_they_are  # not by setattr, which Keras tracks
+            vars(one)[_SUM] = _identity  # not by setattr, which Keras tracks
     try:
-        yield possible
+        yield can_disable
     finally:
-        if possible:
+        if can_disable:
             for one in optimizers:
                 del vars(one)[_SUM]
 
 
 def _from_first_replica(gradients: list[tf.Tensor], targets: Sequence[Any]) -> list[tf.Tensor]:
-    """The gradients, which all replicas have, with zeros on all but the first: for optimizers that sum over replicas.
+    """Replaces gradients by zeros on all replicas but the first, for optimizers that sum over replicas.
 
-    What is not finite stays on all of them, so that a LossScaleOptimizer decides the same on each; and what takes its
-    variable's place, which Keras does not sum.
+    Nonfinite values are kept, so that a LossScaleOptimizer decides the same on each replica, and gradients that
+    replace their variable's value, which Keras does not sum.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -58,16 +57,16 @@ def _from_first_replica(gradients: list[tf.Tensor], targets: Sequence[Any]) -> l
 
 
 def overwrites(target: Any) -> bool:
-    """Whether the gradient of a variable takes its place, as of the scales of Keras' float8 layers."""
+    """Whether the gradient of a variable replaces its value, as for the scales of Keras' float8 layers."""
     return getattr(target, "overwrite_with_gradient", False)
 
 
-def _as_they_are(grads_and_vars: Any) -> Any:
+def _identity(grads_and_vars: Any) -> Any:
     return grads_and_vars
 
 
 def _sums_as_keras(optimizer: Any) -> bool:
-    """Whether all that an optimizer does from ``apply`` to the sum is Keras' own, and the sum is in its known place."""
+    """Whether an optimizer inherits Keras' ``apply`` and update step, and the latter calls Keras' sum over replicas."""
     modules = [str(getattr(getattr(optimizer, x, None), "__module__", "")) for x in ("apply", _UPDATE, _SUM)]
     updates = [vars(cls).get(_UPDATE) for cls in type(optimizer).__mro__]
     names = [getattr(getattr(x, "__code__", None), "co_names", ()) for x in updates]
@@ -75,15 +74,15 @@ def _sums_as_keras(optimizer: Any) -> bool:
 
 
 class Update:
-    """The update that a step applies to its variables.
+    """Applies combined gradients to variables, by an optimizer or a function.
 
     Args:
-      strategy: in whose cross-replica context the methods are called.
-      apply: ``apply(gradients, variables)``, where there is no optimizer.
-      optimizer: of Keras, or None.
+      strategy: the strategy, in whose cross-replica context the methods are called.
+      apply: ``apply(gradients, variables)``, if there is no optimizer.
+      optimizer: a Keras optimizer, or None.
       targets: all variables.
-      complete: whether the optimizer gets None for variables without a gradient, and warns; else it does not get them.
-        A MultiOptimizer takes no fewer than all variables.
+      complete: whether variables without a gradient are passed to the optimizer, with None, about which Keras warns;
+        otherwise they are left out. A MultiOptimizer requires all variables.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class Update:
         self._complete = complete or has_several(optimizer)
 
     def run(self, merged: Sequence[Leaf], indices: Collection[int], status: Any = None) -> None:
-        """Applies the gradients of the variables of these indices; nothing where there are none.
+        """Applies the gradients of the variables with these indices; does nothing if there are none.
 
         Args:
-          merged: the combined gradients of all variables, of each replica.
-          indices: in order.
+          merged: combined gradients of all variables, on each replica.
+          indices: sorted indices of variables.
           status: as for `converted`.
         """
         if not indices:
@@ -117,47 +116,47 @@ class Update:
         with _summed_over_replicas(self._optimizer) as summed:
 
             def apply(merged: list[Leaf]) -> None:
-                whole = merged if summed else _from_first_replica(merged, targets)
-                gradients = [whole[i] if i in indices else None for i in chosen]
+                merged = merged if summed else _from_first_replica(merged, targets)
+                gradients = [merged[i] if i in indices else None for i in chosen]
                 self._optimizer.apply(gradients, [targets[i] for i in chosen])
 
             self._strategy.run(apply, args=(merged,))
 
     def run_where(self, touched: Array, merged: Sequence[Leaf], known: Collection[int], status: Any = None) -> None:
-        """Applies the gradients of the variables that have had one, which is decided where the graph runs.
+        """Applies the gradients of the touched variables, which are known only when the graph runs.
 
         Args:
-          touched: whether each of the variables has, a boolean vector.
+          touched: boolean vector: whether each variable has had a gradient.
           merged, status: as for `run`.
-          known: those of which it is known while tracing that they have.
+          known: indices of variables that are known to be touched while tracing.
         """
-        everything = range(len(self._targets))
+        all_indices = range(len(self._targets))
         if tf.executing_eagerly():
             self.run(merged, np.flatnonzero(touched.numpy()).tolist(), status)
             return
-        others = [i for i in everything if i not in known]
-        has = tf.gather(touched, others)
+        others = [i for i in all_indices if i not in known]
+        others_touched = tf.gather(touched, others)
         tf.cond(
-            tf.reduce_all(has),
-            lambda: self.run(merged, everything, status),
+            tf.reduce_all(others_touched),
+            lambda: self.run(merged, all_indices, status),
             lambda: tf.cond(
-                tf.reduce_any(has),
-                lambda: self._run_mixed(touched, merged, others, status),
+                tf.reduce_any(others_touched),
+                lambda: self._run_masked(touched, merged, others, status),
                 lambda: self.run(merged, sorted(known), status),
             ),
         )
 
-    def _run_mixed(self, touched: Array, merged: Sequence[Leaf], others: Sequence[int], status: Any) -> None:
-        """Applies all gradients, and takes back what that has done to variables without one, and to their slots."""
-        kept = [
+    def _run_masked(self, touched: Array, merged: Sequence[Leaf], others: Sequence[int], status: Any) -> None:
+        """Applies all gradients, then reverts the update of untouched variables and of their slots."""
+        originals = [
             (i, x, value)
             for i in others
             for x, value in without_update(self._optimizer, self._targets[i], tf.convert_to_tensor)
         ]
-        # A maximum over nothing, say, is no number that a norm over all gradients may hold.
-        given = list(merged)
+        # The combined value of no gradients, -inf for a maximum, must not enter a global norm.
+        masked = list(merged)
         for i in others:
-            given[i] = self._strategy.run(lambda x, i=i: tf.where(touched[i], x, tf.zeros_like(x)), args=(merged[i],))
-        self.run(given, range(len(self._targets)), status)
-        for i, x, value in kept:
+            masked[i] = self._strategy.run(lambda x, i=i: tf.where(touched[i], x, tf.zeros_like(x)), args=(merged[i],))
+        self.run(masked, range(len(self._targets)), status)
+        for i, x, value in originals:
             x.assign(tf.where(touched[i], tf.convert_to_tensor(x), value))

@@ -1,5 +1,5 @@
 # pyright: standard
-"""tf.IndexedSlices: to and from the row-sparse leaf, made dense, or gathered from all ranks."""
+"""tf.IndexedSlices: conversion to and from row-sparse leaves and to dense tensors, and all-gather."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gradcombine.types import Array, Scalar
 
 @operation("from_indexed_slices")
 def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size: int | None = None) -> RowSparse:
-    """The row-sparse leaf of some slices.
+    """Converts tf.IndexedSlices to a row-sparse leaf.
 
-    `gradcombine.reductions.row_sum` and its like take tf.IndexedSlices as they are. This is for what they cannot know:
-    a ``dense_shape`` that is missing, and slices whose number is not known while a tf.function is traced.
+    `gradcombine.reductions.row_sum` and other row reductions accept tf.IndexedSlices directly. This function is for
+    slices without a ``dense_shape``, and for a number of slices that is unknown while a tf.function is traced.
 
     Args:
-      slices: with indices of shape (n,) and values of shape (n, ...).
-      rows: the number of rows of the whole tensor. None: from ``dense_shape``, which must be static then.
-      size: the number of rows of the leaf, n or more; what is left over is padding. None: n, which must be static then.
+      slices: slices with indices of shape (n,) and values of shape (n, ...).
+      rows: number of rows of the dense tensor. None: from ``dense_shape``, which must then be static.
+      size: number of rows of the leaf, n or more; the remaining ones are padding. None: n, which must then be static.
 
     Raises:
-      GradCombineError: for a number of rows that is not known, or is not that of ``dense_shape``; for a number of
-        slices that is not known; and for more than ``size`` of them, where that is known. Where it is not,
-        tf.errors.InvalidArgumentError at run time (XLA needs a known number).
+      GradCombineError: for a number of rows that is unknown or differs from ``dense_shape``; for an unknown number of
+        slices; for more than ``size`` slices. If n is not static, the latter raises tf.errors.InvalidArgumentError at
+        run time (XLA requires a static n).
 
     References: `tf.IndexedSlices <https://www.tensorflow.org/api_docs/python/tf/IndexedSlices>`_.
 
@@ -37,30 +37,30 @@ def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size:
     >>> from_indexed_slices(slices, rows=5, size=3).indices.numpy().tolist()
     [3, 0, 5]
     """
-    known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
-    stated = None if known is None else int(known[0])
-    whole = require_given("rows, or a static dense_shape", stated if rows is None else rows)
-    require_equal("{} rows", whole, whole if stated is None else stated)
+    shape = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+    static_rows = None if shape is None else int(shape[0])
+    rows = require_given("rows, or a static dense_shape", static_rows if rows is None else rows)
+    require_equal("{} rows", rows, rows if static_rows is None else static_rows)
     values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
     n = indices.shape[0]
     if size is None:
         require_given("size, or a static number of slices", n)
-        return row_sparse(indices, values, whole)
+        return row_sparse(indices, values, rows)
     if n is not None and n > size:
         raise invalid(f"at most {size} slices", n)
-    # With more slices the number of paddings is negative, which the operation itself refuses.
+    # tf.pad raises for a negative number of paddings, i.e. for more slices.
     missing = size - tf.shape(indices)[0]
     paddings = tf.scatter_nd([[0, 1]], [missing], [values.shape.rank, 2])
-    padded = tf.pad(indices, paddings[:1], constant_values=tf.cast(whole, indices.dtype))
+    padded = tf.pad(indices, paddings[:1], constant_values=tf.cast(rows, indices.dtype))
     shape = [size, *values.shape[1:]]
-    return row_sparse(tf.ensure_shape(padded, [size]), tf.ensure_shape(tf.pad(values, paddings), shape), whole)
+    return row_sparse(tf.ensure_shape(padded, [size]), tf.ensure_shape(tf.pad(values, paddings), shape), rows)
 
 
 @operation("to_indexed_slices")
 def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
-    """The slices of a row-sparse leaf without its padding: what optimizers and ``tf.Variable.scatter_add`` take.
+    """Converts a row-sparse leaf to tf.IndexedSlices without padding, e.g. for an optimizer.
 
-    Their number depends on the data, so that XLA (``jit_compile=True``) cannot compile it.
+    Their number depends on the data, so XLA (``jit_compile=True``) cannot compile the conversion.
 
     >>> import tensorflow as tf
     >>> from gradcombine import sparse
@@ -68,38 +68,40 @@ def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
     >>> slices.indices.numpy().tolist(), slices.dense_shape.numpy().tolist()
     ([3], [5, 1])
     """
-    held = rows.indices < tf.cast(rows.shape[0], rows.indices.dtype)
-    values, indices = tf.boolean_mask(rows.values, held), tf.boolean_mask(rows.indices, held)
+    is_row = rows.indices < tf.cast(rows.shape[0], rows.indices.dtype)
+    values, indices = tf.boolean_mask(rows.values, is_row), tf.boolean_mask(rows.indices, is_row)
     return tf.IndexedSlices(values, indices, tf.constant(rows.shape, tf.int64))
 
 
 def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
-    """The tensor that the slices stand for, rows that occur twice added in the order of the slices.
+    """Converts slices to a dense tensor; duplicate rows are added in the order of the slices.
 
     Args:
-      slices: with a ``dense_shape``, if ``shape`` is not given.
-      shape: of the tensor.
+      slices: the slices.
+      shape: shape of the tensor; None: ``dense_shape``.
     """
     if shape is None:
         if slices.dense_shape is None:
             return tf.convert_to_tensor(slices)
         known = tf.get_static_value(slices.dense_shape)
         shape = slices.dense_shape if known is None else tuple(known)
-    # A plain conversion warns about the memory that a dense tensor takes.
+    # Not tf.convert_to_tensor, which warns about the memory of a dense tensor.
     rows = tf.cast(slices.indices, tf.int64)[:, tf.newaxis]
     return tf.tensor_scatter_nd_add(tf.zeros(shape, slices.values.dtype), rows, slices.values)
 
 
 def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    """``slices`` with other values in its rows."""
+    """Replaces the values of ``slices``."""
     return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 def gather(over: Collective, slices: tf.IndexedSlices, included: Array) -> tf.IndexedSlices:
-    """All ranks' slices one after another; ranks may hold different numbers of them.
+    """Concatenates the slices of all ranks, of which each may have a different number.
 
     Args:
-      included: 1 on the ranks that contribute, 0 on the others; None: all do.
+      over: the replicas.
+      slices: this rank's slices.
+      included: 1 on the ranks that contribute, 0 on the others; None: all contribute.
     """
     values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
     if included is not None:
@@ -112,6 +114,6 @@ def gather(over: Collective, slices: tf.IndexedSlices, included: Array) -> tf.In
 
 
 def choose(condition: Scalar, a: tf.IndexedSlices, b: tf.IndexedSlices) -> tf.IndexedSlices:
-    """``a`` where the scalar condition holds, else ``b``: of different numbers of rows."""
+    """Returns ``a`` if the scalar condition holds, else ``b``, whose number of rows may differ."""
     values, indices = tf.cond(condition, lambda: (a.values, a.indices), lambda: (b.values, b.indices))
     return tf.IndexedSlices(values, indices, a.dense_shape)

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Validation of a step's arguments and of the results of its function."""
+"""Validation of a step's arguments, and of the results of the functions that it calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcombine.types import Array, Leaf, Tree
 
 
 def keras_optimizer(apply: Any) -> Any:
-    """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
+    """Returns the Keras optimizer if ``apply`` is one or a method of one, None for any other function."""
     bound = getattr(apply, "__self__", None)
     owner = apply if bound is None else bound
     if getattr(owner, "apply_gradients", None) is not None and getattr(owner, "built", None) is not None:
@@ -23,33 +23,37 @@ def keras_optimizer(apply: Any) -> Any:
 
 
 def require_context(strategy: tf.distribute.Strategy, *, of_replicas: bool = False) -> None:
-    """Raises for a call under another strategy, and for one in replica context, or outside of it."""
+    """Raises for a call under another strategy, or in the wrong context: ``of_replicas`` selects replica context."""
     if not of_replicas and not tf.distribute.has_strategy():
         return
-    crosses, other = tf.distribute.in_cross_replica_context(), tf.distribute.get_strategy() is not strategy
-    if other:
-        raise invalid("a call under the strategy that it was made under", "a call under another one")
-    if crosses and of_replicas:
+    is_other = tf.distribute.get_strategy() is not strategy
+    is_cross_replica = tf.distribute.in_cross_replica_context()
+    if is_other:
+        raise invalid("a call under the strategy of its creation", "a call under another one")
+    if is_cross_replica and of_replicas:
         raise invalid("a call in replica context, inside strategy.run", "a call in cross-replica context")
-    if not crosses and not of_replicas:
-        raise invalid("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
+    if not is_cross_replica and not of_replicas:
+        raise invalid("a call in cross-replica context", "a call inside strategy.run, which it calls itself")
 
 
 def require_synchronous(strategy: tf.distribute.Strategy) -> None:
-    """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
+    """Raises for parameter servers: asynchronous workers do not share a window."""
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
+    expected = (
+        "a synchronous strategy; with parameter servers, gradcombine.accumulate combines the gradients that the "
+        "coordinator fetches"
+    )
     if asynchronous:
         raise invalid(expected, type(strategy).__name__)
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> int:
-    """The number of replicas of this process."""
+    """Number of replicas of this process."""
     return len(strategy.experimental_local_results(strategy.run(lambda: tf.zeros(()))))
 
 
 def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
-    """Refuses window lengths that differ between the processes of a strategy; exchanges them, where there are any."""
+    """Raises if the window length differs between the processes of a strategy; communicates if there are several."""
     if strategy.num_replicas_in_sync == local_replicas(strategy) or callable(every):
         return
     lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
@@ -58,21 +62,21 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
 
 
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
-    """Refuses what is not a variable of this strategy."""
-    # A Keras variable holds the tf.Variable as its value.
+    """Raises unless the target is a variable of this strategy."""
+    # The value of a Keras variable is a tf.Variable.
     variable = target if isinstance(target, tf.Variable) else getattr(target, "value", target)
     variable = require_type("a variable", variable, tf.Variable, path)
-    laid_out = isinstance(variable, tf.experimental.dtensor.DVariable)
+    has_layout = isinstance(variable, tf.experimental.dtensor.DVariable)
     expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
     with within(path):
-        if laid_out:
+        if has_layout:
             raise invalid(expected, "a DVariable")
         if not strategy.extended.variable_created_in_scope(variable):
-            raise invalid("a variable made under the strategy in scope", f"{variable.name}, which was not")
+            raise invalid("a variable created under the strategy in scope", f"{variable.name}, created under another")
 
 
 def checked_result(result: Tree, targets: list[Any]) -> tuple[Any, ...]:
-    """Checks the result of ``gradients``: its gradients as a list of one dense tensor or None per variable."""
+    """Validates the result of ``gradients``; returns it with one dense tensor or None per variable."""
     gradients, *rest = require_tuple("(gradients, weight) or (gradients, weight, outputs)", result, 2, 3)
     expected = f"a list of {len(targets)} gradients, one per variable"
     require_tuple(expected, gradients, len(targets), kinds=(list, tuple))
@@ -80,7 +84,7 @@ def checked_result(result: Tree, targets: list[Any]) -> tuple[Any, ...]:
 
 
 def dense_gradient(gradient: Leaf, target: Any) -> Array:
-    """A gradient as one dense tensor of its variable's shape, or None."""
+    """Converts a gradient to a dense tensor of its variable's shape; None stays None."""
     if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
-        return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
+        return tf.ensure_shape(gradient, target.shape)  # checked at run time
     return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Windows of windows: replicas of a strategy train apart, and exchange how far their parameters went."""
+"""Local steps with an outer optimizer (DiLoCo): replicas train independently and exchange parameter differences."""
 
 from __future__ import annotations
 
@@ -37,53 +37,60 @@ from gradcombine.types import Order, Scalar
 
 
 class Fragment(NamedTuple):
-    """Variables that are exchanged together: the outer ones, each island's, what it has seen, and their update."""
+    """Variables that are exchanged together.
+
+    Attributes:
+      targets: outer parameters.
+      params: each island's parameters.
+      weight: each island's weight since the last exchange.
+      update: update of the outer parameters.
+    """
 
     targets: list[Any]
     params: list[Any]
     weight: Scalar
     update: Update
 
-    def begin(self, begins: Scalar) -> None:
-        """In replica context: lets this island go on from the outer parameters, where it does begin."""
+    def reset(self, condition: Scalar) -> None:
+        """Resets this island to the outer parameters if the condition holds; in replica context."""
         for param, target in zip(self.params, self.targets, strict=True):
-            param.assign(tf.where(begins, tf.convert_to_tensor(target), tf.convert_to_tensor(param)))
-        self.weight.assign(tf.where(begins, 0.0, tf.convert_to_tensor(self.weight)))
+            param.assign(tf.where(condition, tf.convert_to_tensor(target), tf.convert_to_tensor(param)))
+        self.weight.assign(tf.where(condition, 0.0, tf.convert_to_tensor(self.weight)))
 
 
 class Outer(tf.Module):
-    """Local steps with an outer optimizer (DiLoCo): H steps on each replica, then one exchange of what they moved.
+    """Local steps with an outer optimizer (DiLoCo): H steps on each replica, then an exchange of the differences.
 
-    Each replica of the strategy is an island with parameters of its own. After ``every`` steps it has moved from the
-    variables x to x_i. The weighted mean of ``x - x_i`` over the islands is the gradient of x that the outer optimizer
-    applies, and all islands go on from there.
+    Each replica of the strategy is an island with its own parameters, which move from the variables x to x_i in
+    ``every`` steps. The outer optimizer applies the weighted mean of ``x - x_i`` over the islands as the gradient of x,
+    and all islands continue from the new x.
 
-    Calls are made in cross-replica context, eagerly or in a tf.function. The boundary is a tf.cond outside of the
+    Call the methods in cross-replica context, eagerly or in a tf.function. The boundary is a tf.cond outside of the
     replicas, which exchange nothing between boundaries.
 
     Args:
-      variables: the outer parameters: tf.Variables or Keras variables of floats, made under the strategy in scope.
-      optimizer: of Keras, built here if it is not yet. With a list of F of them the variables are divided into F
-        fragments, whole variables of about equal bytes, one for each optimizer. They are exchanged in turn, every H / F
-        steps one: each exchange sends 1 / F, and each fragment every H steps.
-      every: H, steps between two exchanges of a fragment; F or more.
-      reduction: of the differences. None: `gradcombine.reductions.mean`. With a ``wire`` they are sent in fewer bits.
-      order: of the sum over the islands, as for `gradcombine.all_reduce`.
+      variables: the outer parameters: floating tf.Variables or Keras variables, created under the strategy in scope.
+      optimizer: a Keras optimizer, built here if necessary. With a list of F optimizers the variables are divided into
+        F fragments of entire variables and roughly equal size in bytes, one for each optimizer. One fragment is
+        exchanged every H / F steps, in turn, so that an exchange sends 1 / F of the bytes.
+      every: H, the number of steps between two exchanges of a fragment; F or more.
+      reduction: reduction of the differences. None: `gradcombine.reductions.mean`. A ``wire`` sends them in fewer bits.
+      order: order of the sum over the islands, as for `gradcombine.all_reduce`.
 
     Attributes:
-      params: a list of each island's parameters, in variables that are read and assigned in replica context. They begin
-        with the values of ``variables``.
-      step: int32 scalar variable, the number of steps so far, from which the schedule follows.
+      params: list of each island's parameters, in variables that are read and assigned in replica context. Their
+        initial values are those of ``variables``.
+      step: int32 scalar variable, the number of steps so far, which determines the schedule.
 
     Raises:
-      GradCombineError: for settings of another kind, variables or an optimizer of another strategy, a strategy without
-        variables of each replica (CentralStorageStrategy) and one that is not synchronous; and in the methods for a
-        call inside ``strategy.run``.
+      GradCombineError: for invalid settings; for variables or an optimizer of another strategy; for a strategy without
+        per-replica variables (CentralStorageStrategy) or an asynchronous one; in the methods, for a call inside
+        ``strategy.run``.
 
-    Bits: those of `gradcombine.all_reduce` of the differences in float32: in order ``"tree"`` the same under a strategy
-    and in a simulation of the islands on one device by `gradcombine.combine`.
+    Bits: those of `gradcombine.all_reduce` of the differences in float32: with order ``"tree"`` the same under a
+    strategy and in a simulation of the islands on one device by `gradcombine.combine`.
 
-    A tf.train.Checkpoint holds each island's parameters, what it has seen, the step, and the optimizers.
+    A tf.train.Checkpoint holds each island's parameters and weight, the step, and the optimizers.
 
     References: Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
     <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025.
@@ -114,9 +121,9 @@ class Outer(tf.Module):
         check(reduction=self._reduction, order=order)
         require_context(self._strategy)
         require_synchronous(self._strategy)
-        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         expected = "a Keras optimizer, or a list of one for each fragment"
-        self.optimizers = [require_given(expected, keras_optimizer(x)) for x in several]
+        self.optimizers = [require_given(expected, keras_optimizer(x)) for x in optimizers]
         count = len(self.optimizers)
         self._every = require_integer(f"{max(count, 1)} steps or more, one for each fragment", every, max(count, 1))
         require_same_length(self._strategy, self._every)
@@ -126,12 +133,12 @@ class Outer(tf.Module):
             with within(f"[{i}]"):
                 dtype = tf.as_dtype(target.dtype)
                 if not dtype.is_floating:
-                    raise invalid("variables that are floats", dtype.name)
+                    raise invalid("floating variables", dtype.name)
         if not count or len(set(map(id, self.optimizers))) < count:
             raise invalid(expected, shown(optimizer))
         params = [local_variable(tf.convert_to_tensor(target)) for target in targets]
         if any(isinstance(x, list) for x in params):
-            raise invalid("a strategy with variables of each replica", type(self._strategy).__name__)
+            raise invalid("a strategy with per-replica variables", type(self._strategy).__name__)
         parts = divided([math.prod(x.shape) * x.dtype.size for x in params], count)
         weights = [local_variable(tf.zeros(())) for _ in parts]
         fragments = list[Fragment]()
@@ -143,7 +150,7 @@ class Outer(tf.Module):
             update = Update(self._strategy, None, one, chosen)
             fragments.append(Fragment(chosen, [params[i] for i in part], weight, update))
         self.step = tf.Variable(tf.constant(0), trainable=False)
-        # In closures: a checkpoint would save one combined value for all replicas, and no variable of Keras.
+        # In closures: a checkpoint would save one combined value for all replicas, and cannot save Keras variables.
         self._params, self._fragments = lambda: params, lambda: fragments
         self.of_islands = [list(self._strategy.experimental_local_results(x)) for x in [*params, *weights]]
 
@@ -154,18 +161,18 @@ class Outer(tf.Module):
     @operation("Outer")
     @tf.autograph.experimental.do_not_convert
     def update(self, weight: Scalar = 1.0) -> tf.Tensor:
-        """Counts a step of each island, and exchanges the fragments whose turn it is.
+        """Counts one step of each island, and exchanges the fragments that are due.
 
         Args:
-          weight: what the island saw in the step, tokens for instance: a scalar, of each replica under a strategy. An
-            island that has seen nothing since the last exchange, as a lost one whose weights are 0, changes nothing,
-            whatever its parameters hold.
+          weight: weight of the island's step, for instance its number of tokens: a scalar, per replica under a
+            strategy. An island of weight 0 since the last exchange, for instance a lost one, adds nothing, even if its
+            parameters are NaN.
 
         Returns:
-          Which fragments were exchanged, a boolean vector.
+          Boolean vector: which fragments were exchanged.
         """
         require_context(self._strategy)
-        self._strategy.run(self._see, args=(weight,))
+        self._strategy.run(self._add_weight, args=(weight,))
         self.step.assign_add(1)
         ends = due(tf.convert_to_tensor(self.step), self._every, len(self.optimizers))
         for end, fragment in zip(tf.unstack(ends), self._fragments(), strict=True):
@@ -175,16 +182,16 @@ class Outer(tf.Module):
     @operation("Outer")
     @tf.autograph.experimental.do_not_convert
     def join(self, begins: Scalar) -> None:
-        """Lets islands begin from the outer parameters: those that join, or come back.
+        """Resets islands that join, or return, to the outer parameters.
 
         Args:
-          begins: whether the island does, a boolean scalar, of each replica under a strategy.
+          begins: boolean scalar, per replica under a strategy: whether to reset the island.
         """
         require_context(self._strategy)
         for fragment in self._fragments():
-            self._strategy.run(fragment.begin, args=(begins,))
+            self._strategy.run(fragment.reset, args=(begins,))
 
-    def _see(self, weight: Scalar) -> None:
+    def _add_weight(self, weight: Scalar) -> None:
         weight = tf.cast(weight, tf.float32)
         if weight.shape.rank:
             raise invalid("a scalar as weight", f"shape {weight.shape}")
@@ -194,11 +201,11 @@ class Outer(tf.Module):
     def _exchange(self, fragment: Fragment) -> None:
         def gradient() -> list[tf.Tensor]:
             pairs = zip(fragment.targets, fragment.params, strict=True)
-            moved = [tf.cast(x, tf.float32) - tf.cast(x_i, tf.float32) for x, x_i in pairs]
+            differences = [tf.cast(x, tf.float32) - tf.cast(x_i, tf.float32) for x, x_i in pairs]
             weight = tf.convert_to_tensor(fragment.weight)
-            mean = all_reduce(self._reduction, moved, tf_replicas(), weight, self._order)
+            mean = all_reduce(self._reduction, differences, tf_replicas(), weight, self._order)
             return [tf.cast(g, x.dtype) for g, x in zip(mean, fragment.targets, strict=True)]
 
         if fragment.targets:
             fragment.update.run(self._strategy.run(gradient), range(len(fragment.targets)))
-        self._strategy.run(fragment.begin, args=(True,))
+        self._strategy.run(fragment.reset, args=(True,))

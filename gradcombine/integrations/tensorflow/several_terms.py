@@ -1,5 +1,5 @@
 # pyright: standard
-"""A loss of several terms over variables: what a microbatch contributes, and what is told of a window."""
+"""A loss of several terms over variables: contributions of a microbatch, and metrics of a window."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gradcombine.types import Array, Leaf, Totals, Tree
 
 
 class WindowMetrics(NamedTuple):
-    """Metrics of the window that a call of an `AccumulatedStep` with ``terms`` has applied; zeros where it has not.
+    """Metrics of the window applied by a call of an `AccumulatedStep` with ``terms``; zeros if none was applied.
 
     Attributes:
-      value: by term, its sum over its denominator's total.
-      weight: by denominator, the total of what the microbatches have brought.
+      value: by term, its sum divided by its denominator's total.
+      weight: by denominator, its total over the microbatches.
 
     >>> import tensorflow as tf
     >>> from gradcombine.integrations.tensorflow import AccumulatedStep
@@ -53,47 +53,45 @@ class LossOfTerms:
     """A loss of several terms.
 
     Args:
-      terms, totals: as for `AccumulatedStep`.
-      reduction: as the caller has given it.
+      terms, totals, reduction: as for `AccumulatedStep`.
 
     Attributes:
-      reduction: of the gradients.
+      reduction: reduction of the gradients.
     """
 
     def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
         check(totals=totals)
         self._terms = Terms(terms, totals is not None)
         if totals == "counted":
-            raise invalid("totals that are given, as a call brings one microbatch", "counted")
+            raise invalid("totals 'given' or None, as a call gets a single microbatch", "counted")
         self.reduction = self._terms.reduction(reduction)
 
     @property
     def is_given(self) -> bool:
-        """Whether each call has to bring the totals."""
+        """Whether each call takes the totals."""
         return self._terms.known
 
     def like(self, specs: Sequence[Leaf]) -> Tree:
-        """Specs of the contributions for gradients of these shapes and dtypes."""
+        """Returns specs of the contributions for gradients with these specs."""
         return self._terms.like(specs)
 
     def metrics(self, window: Window, specs: Sequence[Leaf]) -> ReplicaState:
-        """A state for what is told of such windows."""
+        """Creates the state that accumulates the metrics of a window."""
         self._dtype = dtypes.of_weights(BACKEND.dtype(spec) for spec in specs)
-        parts = {"value": self._terms.reduction_of_values(), "weight": reductions.sum()}
-        combined = reductions.per_leaf(parts)
-        number = tf.TensorSpec((), self._dtype)
-        values = {term: number if self._terms.known else Ratio(number, 1) for term in self._terms.over}
+        reduction = reductions.per_leaf({"value": self._terms.reduction_of_values(), "weight": reductions.sum()})
+        scalar = tf.TensorSpec((), self._dtype)
+        values = {term: scalar if self._terms.known else Ratio(scalar, 1) for term in self._terms.over}
         weights = {name: tf.TensorSpec((), tf.float32) for name in self._terms.denominators}
-        return in_local_variables(replace(window, reduction=combined), {"value": values, "weight": weights})
+        return in_local_variables(replace(window, reduction=reduction), {"value": values, "weight": weights})
 
     def computed(
         self, loss: Callable[..., Tree], batch: Sequence[Tree], totals: Tree, targets: Sequence[Any]
     ) -> tuple[dict[str, list[Leaf]], dict[str, Tree], Any, dict[str, Tree], list[Leaf]]:
-        """One microbatch.
+        """Computes the loss of one microbatch and its gradients.
 
         Returns:
-          Its gradients by denominator, or the one of all under ""; the weights; whether it has any, 1 or 0; what is to
-          be told of it; and the outputs of the loss, at most one.
+          The gradients by denominator, or, if totals are given, the total gradient under ""; the weights; 1 if any
+          weight is nonzero, else 0; the contribution to the metrics; and a list of the loss's outputs, at most one.
         """
         terms = self._terms
         with tf.GradientTape(persistent=not terms.known and len(terms.denominators) > 1) as tape:
@@ -102,42 +100,32 @@ class LossOfTerms:
                 result = (result, None)
             expected = "a Ratio of each term, (values, weights) or (values, weights, outputs), by name"
             result = require_tuple(expected, result, 2, 3)
-            received, brought = terms.opened(*result[:2])
-            values = {term: tf.convert_to_tensor(x) for term, x in terms.values(received).items()}
-            values = terms.widened(values)
+            raw_values, raw_weights = terms.opened(*result[:2])
+            values = terms.widened({term: tf.convert_to_tensor(x) for term, x in terms.values(raw_values).items()})
             weights = {
-                name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(brought).items()
+                name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(raw_weights).items()
             }
-            told = terms.parts(values, weights, totals)
-            sums = {"": terms.total(told)} if terms.known else terms.summed(values)
+            parts = terms.parts(values, weights, totals)
+            sums = {"": terms.total(parts)} if terms.known else terms.summed(values)
         grads = {name: tape.gradient(x, targets) for name, x in sums.items()}
-        return grads, weights, terms.present(weights), self._told(told, weights), list(result[2:])
+        return grads, weights, terms.present(weights), self._metric_parts(parts, weights), list(result[2:])
 
     def contribution(self, gradients: Mapping[str, list[Leaf]], weights: Mapping[str, Tree]) -> Tree:
-        """The contribution to the window, of dense gradients."""
+        """Returns the contribution of dense gradients to the window."""
         return gradients[""] if self._terms.known else self._terms.contribution(gradients, weights)
 
-    def opened(self, values: Mapping[str, Tree]) -> WindowMetrics:
-        """The metrics of a window, of its combined parts."""
-        return WindowMetrics(values["value"], values["weight"])
-
-    def nothing(self) -> WindowMetrics:
-        """The metrics of a call that applied no window."""
+    def empty_metrics(self) -> WindowMetrics:
+        """Returns the metrics of a call that applies no window."""
         value = {term: tf.zeros((), self._dtype) for term in self._terms.over}
         return WindowMetrics(value, {name: tf.zeros(()) for name in self._terms.denominators})
 
-    def _told(self, told: dict[str, Tree], weights: Mapping[str, Tree]) -> dict[str, Tree]:
-        def number(x: Leaf) -> Array:
-            return parse(BACKEND, x).cast(BACKEND, dtypes.FLOAT32)
-
+    def _metric_parts(self, parts: dict[str, Tree], weights: Mapping[str, Tree]) -> dict[str, Tree]:
         def value(x: Leaf) -> Array:
-            return (
-                x._replace(numerator=tf.cast(x.numerator, self._dtype))
-                if isinstance(x, Ratio)
-                else tf.cast(x, self._dtype)
-            )
+            if isinstance(x, Ratio):
+                return x._replace(numerator=tf.cast(x.numerator, self._dtype))
+            return tf.cast(x, self._dtype)
 
         return {
-            "value": {term: value(x) for term, x in told.items()},
-            "weight": {name: number(x) for name, x in weights.items()},
+            "value": {term: value(x) for term, x in parts.items()},
+            "weight": {name: parse(BACKEND, x).cast(BACKEND, dtypes.FLOAT32) for name, x in weights.items()},
         }

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Each replica's own window in variables, the variables that have had a gradient, and the order of reads and writes."""
+"""Per-replica windows in variables, the record of variables with gradients, and the order of reads and writes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class Pending(NamedTuple):
     """A state that has not been written yet.
 
     Attributes:
-      after: the state; without accumulators where there are terms.
-      terms: what is added to each accumulator where it lies, in its dtype, None for nothing. None: nothing is added,
-        the state is written as it is.
-      replaces: with terms, whether they take the place of what the accumulators hold; a boolean scalar.
+      after: the new state; with ``terms``, without accumulators.
+      terms: per accumulator, a tensor of its dtype to add in place, or None. None: ``after`` is written as it is.
+      replaces: with ``terms``, boolean scalar: whether they replace the accumulators' values instead.
     """
 
     after: AccumulateState
@@ -36,21 +35,21 @@ class Pending(NamedTuple):
 
 
 class ReplicaState:
-    """The `AccumulateState` of each replica, in variables; the methods are called in replica context.
+    """The `AccumulateState` of each replica, in variables; call the methods in replica context.
 
-    A sum of one accumulator a leaf is written in place in a graph that XLA does not compile: assigned at the start of a
-    window, added to after it. Under XLA, which copies a buffer that a conditional writes, and eagerly, all variables
-    are assigned. Either way gives the same bits.
+    In a graph that XLA does not compile, a sum with one accumulator per leaf is updated in place: assigned at the start
+    of a window, added to afterwards. Under XLA, which copies a buffer that a conditional writes, and in eager mode, all
+    variables are assigned. The bits are the same.
 
     Attributes:
-      position: the variables of ``step`` and ``index``.
+      position: variables of ``step`` and ``index``.
 
     Args:
-      window: whose state it is.
-      structure: of the state's levels.
-      leaves: their variables; in place of one a list, of which each replica has one.
+      window: the window.
+      structure: tree structure of the state's levels.
+      leaves: variables of the levels' leaves, each a variable or a list of one per replica.
       position: see above.
-      resumed: applied to a state before it is used; None: nothing is.
+      resumed: function that is applied to a state after it is read, or None.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ReplicaState:
 
     @property
     def windows(self) -> list[list[Leaf]]:
-        """The variables of each replica, for a checkpoint."""
+        """Variables of each replica, for a checkpoint."""
         local = tf.distribute.get_strategy().experimental_local_results
         return [x if isinstance(x, list) else list(local(x)) for x in self._variables]
 
@@ -79,13 +78,14 @@ class ReplicaState:
         return self._resumed(self._state([tf.convert_to_tensor(x) for x in self._leaves()]))
 
     def unread(self) -> AccumulateState:
-        """This replica's state as it is in the variables, of which the position alone is read."""
+        """This replica's state with variables as leaves; only the position is read."""
         return self._state(self._leaves())
 
     def contributed(self, gradients: Tree, weight: Scalar, number: Scalar = None) -> tuple[Pending, tf.Tensor]:
-        """One more contribution to this replica's window, for `write`, and whether it is full then.
+        """Computes the state after a contribution, without writing it.
 
-        Nothing is written yet.
+        Returns:
+          The state, for `write`; and whether the window is full.
         """
         if not self._in_place() or number is not None:
             after = self.window.contribute(self.read(), gradients, weight, number=number)
@@ -94,9 +94,9 @@ class ReplicaState:
         totals = map(tf.convert_to_tensor, leaves[self._added :])
         before = self._resumed(self._state([*leaves[: self._added], *totals]))
         level: Any = before.levels[0]
-        with unguarded():  # a product is made here, and added in a conditional
+        with unguarded():  # the product is computed here, and added inside a conditional
             part = self.window.reduction.contribution(level, gradients, weight)
-        merging = replace(self.window, reduction=_OfStates(self.window.reduction))
+        merging = replace(self.window, reduction=_MergedStates(self.window.reduction))
         after = merging.contribute(before._replace(levels=(_without_leaves(level),)), _without_leaves(part))
         terms = [None if tree.is_static(x) else x for x in part.value]
         return Pending(after, terms, self.window.is_over(before)), self.window.is_full(after)
@@ -105,7 +105,7 @@ class ReplicaState:
         """Replaces this replica's state.
 
         Returns:
-          The operations that do, in a graph whose operations are not ordered by themselves.
+          The assignments, in a graph without automatic control dependencies; otherwise an empty list.
         """
         leaves, after = self._leaves(), pending.after
         if pending.terms is None:
@@ -123,23 +123,23 @@ class ReplicaState:
         _of_this_replica(self.position["step"]).assign(step)
 
     def value(self) -> Array:
-        """The combined gradients of the window."""
-        # No compiler knows a sum of weights that lies in a variable.
+        """Combined gradients of the window."""
+        # The sum of weights is read from a variable: no compiler can fold it.
         with unguarded() if self._in_place() else nullcontext():
             return self.window.value(self.read())
 
     def flat(self) -> list[Leaf]:
-        """This replica's arrays, and its position, in a form that strategy.run can return."""
+        """This replica's state as a list of tensors, which strategy.run can return."""
         state = self.read()
         return [*tree.flatten(state.levels)[0], state.step, state.index]
 
     def unflat(self, arrays: Sequence[Leaf]) -> AccumulateState:
-        """The state of what `flat` gave."""
+        """Inverse of `flat`."""
         *leaves, step, index = arrays
         return AccumulateState(tree.unflatten(self._structure, leaves), step, index)
 
     def layout(self) -> Layout:
-        """The layout that a checkpoint must have to be restored into this state."""
+        """Layout that a checkpoint must have to be restored into this state."""
         leaves = [next(iter(x)) if isinstance(x, list) else x for x in self._variables]
         return Layout([self.window.reduction.name, *(f"{x.dtype.name}{x.shape}" for x in leaves)])
 
@@ -162,7 +162,7 @@ class ReplicaState:
         tf.cond(replaces, replaced, added)
 
     def _empty(self) -> list[Leaf]:
-        """The accumulators' values in an empty window."""
+        """Accumulator values of an empty window."""
         (level,) = tree.unflatten(self._structure, self._leaves())
         return self.window.reduction.clear(level).value
 
@@ -175,47 +175,47 @@ class ReplicaState:
 
 
 class Layout(tf.train.experimental.PythonState):
-    """Layout of a window: tf.train.Checkpoint would restore another one's variables by their numbers alone.
+    """Layout of a window, compared on restore, as tf.train.Checkpoint matches variables of a list by position only.
 
     Args:
-      lines: the same for windows that can be restored from each other.
+      lines: descriptions, which are equal for compatible windows.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
         self._text = "\n".join(lines).encode()
 
     def serialize(self) -> bytes:
-        """For the checkpoint."""
+        """Returns the layout for the checkpoint."""
         return self._text
 
     @operation("tf.train.Checkpoint.restore")
     def deserialize(self, string_value: bytes) -> None:
-        """Refuses a checkpoint of another window, before its variables are read."""
+        """Raises for a checkpoint of an incompatible window, before its variables are read."""
         if string_value != self._text:
             pair = zip_longest(self._text.decode().split("\n"), string_value.decode().split("\n"))
             raise invalid(*next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
 def in_local_variables(window: Window, specs: Tree) -> ReplicaState:
-    """A state in variables of its own, in the scope of its strategy.
+    """Creates the variables of a window's state, in the scope of the strategy.
 
-    ON_READ variables are written in replica context and stay each replica's own. Their containers are kept out of
-    checkpoints, where tf.distribute would save one combined value for all replicas; the components are tracked instead.
-    A CentralStorageStrategy makes one variable for all replicas, so there each replica gets one by number. In a
-    tf.Graph of TensorFlow 1 they are local variables, which `tf.compat.v1.local_variables_initializer` starts.
+    ON_READ variables are written in replica context, with a separate value on each replica. tf.distribute would save
+    one combined value for all replicas, so checkpoints track the components instead of the distributed variables.
+    A CentralStorageStrategy creates one variable for all replicas, so here it gets a list of one per replica. In a
+    tf.Graph of TensorFlow 1 they are local variables, initialized by `tf.compat.v1.local_variables_initializer`.
 
     Args:
-      window: whose state it is.
-      specs: the shapes and dtypes of the gradients, a list or another tree.
+      window: the window.
+      specs: tree of the gradients' shapes and dtypes.
     """
-    empty = window.init(specs)
-    leaves, structure = tree.flatten(empty.levels)
-    position = {"step": local_variable(empty.step), "index": local_variable(empty.index)}
+    initial = window.init(specs)
+    leaves, structure = tree.flatten(initial.levels)
+    position = {"step": local_variable(initial.step), "index": local_variable(initial.index)}
     return ReplicaState(window, structure, [local_variable(x) for x in leaves], position)
 
 
 def _of_this_replica(leaf: Leaf) -> Array:
-    """This replica's variable, where there is a list of them."""
+    """Selects this replica's variable from a list; returns anything else unchanged."""
     if not isinstance(leaf, list):
         return leaf
     rank = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -240,39 +240,39 @@ def local_variable(initial: tf.Tensor) -> Any:
         )
 
     variable = make()
-    # Without the wrapper, which would send what one replica writes through an aggregation over all of them.
+    # Unwrapped: an assignment to the wrapper would be aggregated over all replicas.
     unwrap = getattr(variable, "get", None)
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and unwrap is not None:
         return [unwrap(), *(make().get() for _ in range(strategy.num_replicas_in_sync - 1))]
     return variable
 
 
-class _OfStates(Wrapper):
-    """A reduction whose contributions are states of another one."""
+class _MergedStates(Wrapper):
+    """A reduction that merges states of another one."""
 
     def update(self, state: State, value: State, weight: Scalar = 1) -> State:
         return self.of.merge(state, value)
 
 
 def _without_leaves(state: State) -> State:
-    """The state of no leaves, of the same sum of weights and count."""
+    """Removes the leaves of a state, but not its total weight and count."""
     return state._replace(value=[], dtypes=[])
 
 
 def branch(condition: tf.Tensor, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Tree:
-    """One of the two results: eagerly by plain Python, so that a branch may hold a collective; else by tf.cond."""
+    """tf.cond; a Python conditional in eager mode, so that a branch may contain a collective."""
     if tf.executing_eagerly():
         return if_true() if condition else if_false()
     return tf.cond(condition, if_true, if_false)
 
 
 def run_after(first: Sequence[Any]) -> AbstractContextManager[Any]:
-    """A context whose operations run after ``first``, tensors or operations."""
+    """Context in which operations run after the tensors or operations ``first``."""
     return nullcontext() if tf.executing_eagerly() else tf.control_dependencies(_operations(first))
 
 
 def completed(tensors: Sequence[Leaf], operations: Sequence[Any]) -> list[Leaf]:
-    """The tensors, available only after the operations have run."""
+    """Returns the tensors, available only after the operations have run."""
     if tf.executing_eagerly() or not operations:
         return list(tensors)
     with tf.control_dependencies(_operations(operations)):
@@ -280,27 +280,27 @@ def completed(tensors: Sequence[Leaf], operations: Sequence[Any]) -> list[Leaf]:
 
 
 def graph_size() -> int:
-    """How many operations the graph that is being traced has; 0 where none is."""
+    """Number of operations in the graph that is being traced; 0 in eager mode."""
     return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
 
 
-def effects_since(begun: int) -> list[tf.Operation]:
-    """The operations with an effect, assertions for instance, made since `graph_size` was ``begun``."""
+def effects_since(size: int) -> list[tf.Operation]:
+    """Operations with side effects, such as assertions, that were added since `graph_size` returned ``size``."""
     if tf.executing_eagerly():
         return []
-    since = tf.compat.v1.get_default_graph().get_operations()[begun:]
-    return [op for op in since if op.op_def.is_stateful and op.type != "ReadVariableOp"]
+    added = tf.compat.v1.get_default_graph().get_operations()[size:]
+    return [op for op in added if op.op_def.is_stateful and op.type != "ReadVariableOp"]
 
 
 def converted(function: Callable[..., Tree], status: Any = None) -> Callable[..., Tree]:
-    """A caller's function, converted by AutoGraph if the tf.function around it uses that, or did at ``status``."""
+    """Converts a caller's function by AutoGraph if the surrounding tf.function, or ``status``, enables AutoGraph."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, status or autograph.control_status_ctx(), convert_by_default=False)
 
 
-def _operations(things: Sequence[Any]) -> list[tf.Operation]:
-    # Other things, such as Keras variables, are ordered by the tf.function itself.
-    operations = [x if isinstance(x, tf.Operation) else getattr(x, "op", None) for x in things]
+def _operations(values: Sequence[Any]) -> list[tf.Operation]:
+    # Other values, such as Keras variables, occur only in a tf.function, which has automatic control dependencies.
+    operations = [x if isinstance(x, tf.Operation) else getattr(x, "op", None) for x in values]
     return [x for x in operations if isinstance(x, tf.Operation)]
 
 
@@ -308,45 +308,45 @@ _NAME = "seen"
 
 
 def neutral(window: Window, specs: Tree) -> Array:
-    """The combined gradients of a window without any, of these shapes and dtypes."""
+    """Combined gradients of an empty window, for gradients with these specs."""
     return window.reduction.finalize(whole_window(window.reduction, window.init(specs)))
 
 
 def differs(combined: Array, empty: Array) -> tf.Tensor:
-    """Whether the combined gradients of a variable are others than those of an empty window."""
+    """Whether a variable's combined gradient differs from that of an empty window."""
     pairs = zip(tf.nest.flatten(combined), tf.nest.flatten(empty), strict=True)
     return tf.reduce_any([tf.reduce_any(tf.not_equal(x, y)) for x, y in pairs])
 
 
 class WithSeen(tf.Module):
-    """A module whose state says which of some variables have had a gradient, in this process or an earlier one.
+    """A module that records which variables have had a gradient, in this process or before a restart.
 
-    A checkpoint holds it as a tensor of the module itself, not as a variable below it: so one that was saved without it
-    restores, and ``assert_consumed()`` finds nothing missing. One that has it as a variable restores as well.
+    Checkpoints hold the record as a tensor of the module itself, not as a variable below it: thus a checkpoint without
+    it restores, and ``assert_consumed()`` passes. Checkpoints that have it as a variable restore, too.
 
     Attributes:
-      seen: for each variable whether it has had a gradient, a boolean vector; None before it is made.
+      seen: boolean vector variable: whether each variable has had a gradient; None before `make_seen`.
     """
 
     seen: Any = None
     _restored: Any = None
 
     def make_seen(self, count: int, each_replica: bool = False) -> None:
-        """Makes `seen`, for so many variables; ``each_replica``: written in replica context, and each one's own."""
-        empty = tf.zeros([count], tf.bool)
+        """Creates `seen`, for ``count`` variables; ``each_replica``: with a separate value on each replica."""
+        initial = tf.zeros([count], tf.bool)
         if each_replica:
-            self.seen = local_variable(empty)
+            self.seen = local_variable(initial)
         else:
             collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
-            self.seen = tf.compat.v1.Variable(empty, trainable=False, use_resource=True, collections=collections)
+            self.seen = tf.compat.v1.Variable(initial, trainable=False, use_resource=True, collections=collections)
         if self._restored is not None:
             self._restore_from_tensors({_NAME: self._restored})
             self._restored = None
 
     def see(self, present: Iterable[int]) -> Array:
-        """Notes a gradient for these variables; returns the assignment."""
-        chosen = set(present)
-        mask = tf.constant([i in chosen for i in range(self.seen.shape[0])], tf.bool)
+        """Marks variables as seen; returns the assignment."""
+        indices = set(present)
+        mask = tf.constant([i in indices for i in range(self.seen.shape[0])], tf.bool)
         return self.seen.assign(tf.convert_to_tensor(self.seen) | mask)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Tree) -> Any:
@@ -364,14 +364,14 @@ class WithSeen(tf.Module):
         return {_NAME: tf.convert_to_tensor(self.seen)}
 
     def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **_: Any) -> list[Any]:
-        object_map[self] = tf.Module()  # has the variable below it, and no tensor
+        object_map[self] = tf.Module()  # a SavedModel has the variable below the module, and no tensor
         return []
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
-        given = restored_tensors[_NAME]
-        if self.seen is None:  # the first call makes it
-            self._restored = given if tf.executing_eagerly() else None
+        restored = restored_tensors[_NAME]
+        if self.seen is None:  # created in the first call
+            self._restored = restored if tf.executing_eagerly() else None
             return tf.no_op()
-        # A module that had not been called yet has saved none.
-        missing = self.seen.shape[0] - tf.size(given)
-        return self.seen.assign(tf.ensure_shape(tf.pad(given, [[0, missing]]), self.seen.shape))
+        # Empty if the module was saved before its first call.
+        missing = self.seen.shape[0] - tf.size(restored)
+        return self.seen.assign(tf.ensure_shape(tf.pad(restored, [[0, missing]]), self.seen.shape))

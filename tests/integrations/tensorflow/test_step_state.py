@@ -182,11 +182,11 @@ def test_what_belongs_to_another_strategy_is_refused() -> None:
         refused: list[tuple[Callable[[], Any], str]] = [
             (
                 lambda: AccumulatedStep(given, [outside], replace, every=2),
-                r"leaf \[0\]: expected a variable made under",
+                r"leaf \[0\]: expected a variable created under",
             ),
             (
                 lambda: AccumulatedStep(given, [inside], plain, every=2),
-                r"leaf .iterations: expected a variable made under",
+                r"leaf .iterations: expected a variable created under",
             ),
             (
                 lambda: AccumulatedStep(given, [tf.ones(3)], replace, every=2),

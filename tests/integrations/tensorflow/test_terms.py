@@ -176,7 +176,7 @@ def test_refused() -> None:
 
     x, mask = (a[0] for a in data(1))
     refused = [
-        (lambda: step(totals="counted"), "totals that are given"),
+        (lambda: step(totals="counted"), "totals 'given' or None"),
         (lambda: step(terms=None, totals="given"), "terms, for totals"),
         (lambda: step(reduction=reductions.sum()), "a mean, as reductions.mean"),
         (lambda: step(reduction=reductions.mean(), totals="given"), "a sum, for terms"),
