@@ -1,4 +1,4 @@
-"""The ways to run a window of microbatches side by side, compiled for the machine that it will run on."""
+"""Comparison of strategies to run a window of microbatches, compiled for the target machine."""
 
 from __future__ import annotations
 
@@ -34,60 +34,58 @@ def plan(
     names: Sequence[str] | None = None,
     weight: Callable[..., Tree] | None = None,
 ) -> Plan:
-    """Compiles a window of microbatches in several ways, and tells what each takes; nothing runs.
+    """Compiles a window of microbatches with several strategies, and compares their cost; nothing is executed.
 
     Args:
       loss, optimizer, weight: as for `gradcombine.integrations.jax.train_step`.
-      params: a tree of arrays or ``jax.ShapeDtypeStruct``. Shardings that they have over other axes than the replicas'
-        are kept.
-      batch: the arguments of the loss behind the parameters, as a tuple, or the only one: arrays or specs of the
-        examples of a whole window of all replicas.
-      microbatches: of a window, k.
+      params: a pytree of arrays or ``jax.ShapeDtypeStruct``. Their shardings over axes other than ``axis`` are kept.
+      batch: the loss's arguments after the parameters, as a tuple, or a single argument: arrays or specs of the
+        examples of one window of all replicas.
+      microbatches: number of microbatches per window, k.
       target: as for `gradcombine.audit.audit`.
-      mesh: a mapping of axes to sizes, in the order of the devices, or a mesh of as many devices. None: that of the
+      mesh: a mapping of axes to sizes, in the order of the devices, or a mesh of as many devices. None: the mesh of the
         parameters' and the batch's shardings; without any, all devices along ``axis``.
-      axis: along which the replicas are.
-      names: of the ways, see `gradcombine.verify.plan.ways.way_of`; None: its `DEFAULT`.
+      axis: mesh axis of the replicas.
+      names: names of strategies, see `gradcombine.verify.plan.ways.way_of`; None: `DEFAULT` there.
 
     Returns:
-      A row for each way. A way that does not fit, and one that the library or the compiler refuses, has one too, with
-      the reason.
+      A row for each strategy. A strategy that does not fit in memory, or that the library or the compiler rejects, also
+      has a row, with the reason.
 
     Raises:
-      GradCombineError: for a name that no way or target has, an axis that the mesh lacks, a batch that the replicas and
-        microbatches cannot share, and a loss or optimizer that none of the ways can be made of.
+      GradCombineError: for an unknown strategy or target, an axis that the mesh does not have, a batch that cannot be
+        divided into microbatches of the replicas, and a loss or an optimizer that no strategy can use.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> w, x = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    >>> found = plan(loss, w, x, optax.sgd(0.1), microbatches=4, mesh={"data": 1}, names=["window"])
-    >>> found.best.name, found.best.compiled.sent
+    >>> result = plan(loss, w, x, optax.sgd(0.1), microbatches=4, mesh={"data": 1}, names=["window"])
+    >>> result.best.name, result.best.compiled.sent
     ('window', 0.0)
     """
-    found = find_target(target)
-    asked: dict[str, Any] = {"microbatches": microbatches, "mesh": mesh, "axis": axis, "weight": weight}
-    return _planned(found, names, loss=loss, params=params, batch=batch, optimizer=optimizer, **asked)
+    rest: dict[str, Any] = {"microbatches": microbatches, "mesh": mesh, "axis": axis, "weight": weight}
+    return _plan(find_target(target), names, loss=loss, params=params, batch=batch, optimizer=optimizer, **rest)
 
 
-def _planned(
+def _plan(
     target: Target,
     names: Sequence[str] | None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-    **asked: Any,
+    **arguments: Any,
 ) -> Plan:
-    from gradcombine.verify.plan import costs, problem, ways  # which import JAX
+    from gradcombine.verify.plan import costs, problem, ways  # they import JAX
 
-    expected = f"names of ways, for instance {ways.DEFAULT[0]}"
-    wanted = map(ways.way_of, ways.DEFAULT if names is None else require_list(expected, names))
-    chosen = list(dict.fromkeys(wanted))
-    made = problem.problem_of(target=target, **asked)
-    progress("one microbatch", 0, len(chosen))
-    one, rows = costs.microbatch_of(made, target), list[Row]()
-    for i, way in enumerate(chosen):
-        progress(way.name, i + 1, len(chosen))
-        rows.append(costs.row_of(made, way, target, one))
-    axes = {str(name): int(size) for name, size in made.mesh.shape.items()}
-    return Plan(target, axes, made.axis, made.microbatches, explained(sorted(rows, key=rank)))
+    expected = f"names of strategies, for instance {ways.DEFAULT[0]}"
+    names = ways.DEFAULT if names is None else require_list(expected, names)
+    strategies = list(dict.fromkeys(map(ways.way_of, names)))
+    case = problem.problem_of(target=target, **arguments)
+    progress("one microbatch", 0, len(strategies))
+    microbatch, rows = costs.microbatch_of(case, target), list[Row]()
+    for i, strategy in enumerate(strategies):
+        progress(strategy.name, i + 1, len(strategies))
+        rows.append(costs.row_of(case, strategy, target, microbatch))
+    axes = {str(name): int(size) for name, size in case.mesh.shape.items()}
+    return Plan(target, axes, case.axis, case.microbatches, explained(sorted(rows, key=rank)))
 
 
 @operation("plan")
@@ -97,20 +95,20 @@ def plan_named(
     names: Sequence[str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Plan:
-    """Plans what a command line names.
+    """Runs `plan` on the arguments that a callable returns.
 
     Args:
       what: "module:callable". The callable returns a dict of arguments of `plan`: loss, params, batch, optimizer and
-        microbatches, and any other but target and names. If it has a parameter, it is called with the
-        target's devices.
+        microbatches, and optionally others except target and names. If it has a parameter, it gets the target's
+        devices.
       target, names: as for `plan`.
-      progress: called with the name of each way before it is compiled, its number and how many there are.
+      progress: called with the name of each strategy before it is compiled, its number and the total number.
 
     Raises:
-      GradCombineError: as `plan`; a module that does not import, a callable that returns something else.
+      GradCombineError: as `plan`; for a module that cannot be imported, a callable that returns something else.
     """
     progress(f"importing and calling {what}", 0, 0)
-    made, found = made_by("plan", what, target)
+    result, resolved = made_by("plan", what, target)
     needed = ("loss", "params", "batch", "optimizer", "microbatches")
     optional = ("mesh", "axis", "weight")
-    return _planned(found, names, progress, **arguments(f"{what} to return", made, needed, optional))
+    return _plan(resolved, names, progress, **arguments(f"{what} to return", result, needed, optional))

@@ -1,4 +1,4 @@
-"""Report of a plan: on a screen, and as JSON."""
+"""Reports of a plan: sections for the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ from gradcombine.reporting.sections import Cells, Section
 from gradcombine.verify.plan.ranking import Figures, Plan
 
 VERSION = 1
-"""Of the JSON."""
+"""Version of the JSON format."""
 
 
 def sections(plan: Plan) -> list[Section]:
-    """All that a plan tells of each way, the best first; its code is last, for a reader of a terminal to take."""
+    """Sections of the report, in each the best strategy first."""
     compiled = [(row, row.compiled) for row in plan.rows if row.compiled is not None]
-    found = list[Section]()
+    sections = list[Section]()
     if compiled:
         axes = " x ".join(f"{name} {size}" for name, size in plan.axes.items())
         where = f"{plan.target.name}: {plan.microbatches} microbatches, {axes}, replicas along {plan.axis}"
-        note = "of each device; the bound if all overlaps"
+        note = "per device; the bound assumes perfect overlap"
         if plan.target.figures is None:
             note = f"no rates are published for {plan.target.name}: ordered by the bytes moved and sent"
-        columns, rows = ("way", "bound, s", "by", "sent", "moved", "memory"), list[Cells]()
+        columns, rows = ("strategy", "bound, s", "by", "sent", "moved", "memory"), list[Cells]()
         for row, figures in compiled:
             seconds = "" if row.seconds is None else f"{row.seconds:.3g}"
             rows.append(Cells((row.name, seconds, row.by, *map(size_text, _sizes(figures))), row.fits))
-        found.append(Section(f"A window on {where}", note, columns=columns, rows=rows, whole=True))
+        sections.append(Section(f"A window on {where}", note, columns=columns, rows=rows, whole=True))
         rows = [
             Cells((row.name, *map(_difference, _sizes(row.predicted), _sizes(figures))))
             for row, figures in compiled
             if row.predicted
         ]
-        note = "and by how much what was compiled differs"
-        found.append(Section("Predicted", note, columns=("way", "sent", "moved", "memory"), rows=rows, whole=True))
-    words = {
+        note, columns = "and the difference of the compiled programs", ("strategy", "sent", "moved", "memory")
+        sections.append(Section("Predicted", note, columns=columns, rows=rows, whole=True))
+    texts = {
         "Why": [(row, row.why) for row, _ in compiled],
-        "Refused": [(row, row.refused) for row in plan.rows if row.refused],
+        "Rejected": [(row, row.refused) for row in plan.rows if row.refused],
         "Findings": [(row, ", ".join(row.findings)) for row in plan.rows if row.findings],
     }
-    for title, said in words.items():
-        if said:
-            rows = [Cells((f"{row.name}: {text}",), row.fits) for row, text in said]
-            found.append(Section(title, columns=("way",), rows=rows, whole=True))
-    return found
+    for title, pairs in texts.items():
+        if pairs:
+            rows = [Cells((f"{row.name}: {text}",), row.fits) for row, text in pairs]
+            sections.append(Section(title, columns=("strategy",), rows=rows, whole=True))
+    return sections
 
 
 def _sizes(figures: Figures) -> tuple[float, float, float]:
-    """In the order of the columns."""
-    return figures.sent, figures.moved, figures.memory
+    return figures.sent, figures.moved, figures.memory  # the order of the columns
 
 
 def _difference(predicted: float, compiled: float) -> str:
@@ -59,24 +58,24 @@ def _difference(predicted: float, compiled: float) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """One line."""
+    """Summary in one line."""
     best, fitting = plan.best, sum(row.fits for row in plan.rows)
     if best is None:
-        refused = sum(bool(row.refused) for row in plan.rows)
-        return f"none of {len(plan.rows)} ways fits a device of {plan.target.name}; {refused} were rejected"
-    bound = "" if best.seconds is None else f", {best.seconds:.3g} s a window at the bound of {best.by}"
-    return f"{best.name} is the best of {len(plan.rows)} ways, of which {fitting} fit{bound}"
+        rejected = sum(bool(row.refused) for row in plan.rows)
+        return f"none of {len(plan.rows)} strategies fits a device of {plan.target.name}; {rejected} were rejected"
+    bound = "" if best.seconds is None else f", {best.seconds:.3g} s per window, bound by {best.by}"
+    return f"{best.name} is the best of {len(plan.rows)} strategies, of which {fitting} fit{bound}"
 
 
 def status(plan: Plan) -> int:
-    """The exit status of the command."""
+    """Exit status of the command."""
     if plan.best is not None:
         return 1 if plan.best.findings else 0
     return 3 if any(row.lacking for row in plan.rows) else 2
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, with sizes in bytes and times in seconds."""
+    """The plan as JSON, with sizes in bytes and times in seconds."""
     return {
         "version": VERSION,
         "target": plan.target.name,

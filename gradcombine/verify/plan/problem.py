@@ -1,5 +1,5 @@
 # pyright: standard
-"""The problem of a plan: a loss, an optimizer, and specs of parameters and batch on a mesh."""
+"""The input of a plan: a loss, an optimizer, and specs of parameters and batch on a mesh."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Problem:
 
     Attributes:
       loss, weight, optimizer: as for `train_step`.
-      params: specs on the mesh, the same on all replicas.
-      batch: the arguments of the loss behind the parameters, for a whole window of all replicas, as specs on the mesh.
-      rows: which of them are divided.
-      microbatches: of a window.
-      mesh, axis: the axis along which the replicas are.
-      here: whether the mesh is of this machine, whose compiler options are then `train_step`'s own.
+      params: specs on the mesh, replicated over ``axis``.
+      batch: specs of the loss's arguments after the parameters, for one window of all replicas.
+      rows: for each of them, whether it is divided into microbatches.
+      microbatches: number of microbatches per window.
+      mesh: the device mesh.
+      axis: mesh axis of the replicas.
+      here: whether the mesh is of this machine; `train_step`'s compiler options apply then.
     """
 
     loss: Loss
@@ -57,7 +58,7 @@ class Problem:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, where))
 
     def part(self, parts: int) -> tuple[Tree, ...]:
-        """The batch of one of so many equal parts of a window."""
+        """Returns specs of one of ``parts`` equal parts of a window's batch."""
 
         def one(x: Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype, sharding=x.sharding)
@@ -68,16 +69,16 @@ class Problem:
     def paths(self) -> dict[tuple[object, ...], jax.ShapeDtypeStruct]:
         return dict(jax.tree_util.tree_leaves_with_path(self.params))
 
-    def beside(self, values: Tree, first: bool = False) -> Tree:
-        """Specs of a state (shapes and dtypes), each array split as the parameter is that it belongs to.
+    def with_shardings(self, values: Tree, per_replica: bool = False) -> Tree:
+        """Gives each leaf of a state the sharding of its parameter, whose path its own path contains.
 
-        With ``first``, each replica has its own, along a first axis that is added.
+        With ``per_replica``, a leading axis of replicas is added.
         """
 
         def one(path: tuple[object, ...], x: Array) -> jax.ShapeDtypeStruct:
-            of = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
-            where = next((p.sharding.spec for p in of if p is not None and p.shape == x.shape), P())
-            if not first:
+            parts = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+            where = next((p.sharding.spec for p in parts if p is not None and p.shape == x.shape), P())
+            if not per_replica:
                 return self.spec(x, where)
             return self.spec(jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype), P(self.axis, *where))
 
@@ -100,7 +101,7 @@ def problem_of(
     k = require_integer("microbatches as an integer of 1 or more", microbatches)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     require_tree(params, args)
-    over = _mesh(target, mesh, axis, (params, args))
+    mesh = _mesh(target, mesh, axis, (params, args))
     objective = Objective(Loss.of(loss), weight)
     positions = objective.batch_positions([params, *args])
     rows = tuple(i + 1 in positions for i in range(len(args)))
@@ -111,28 +112,28 @@ def problem_of(
                 x = NUMPY.asarray(x)
         sharding = getattr(x, "sharding", None)
         entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-        for name in {name for entry in entries for name in _axes(entry)} - set(over.shape):
-            raise invalid(f"shardings over {', '.join(over.shape)}, the mesh's axes", name, jax.tree_util.keystr(path))
-        # Where the replicas' axis splits an array is the ways' to say.
+        for name in {name for entry in entries for name in _axes(entry)} - set(mesh.shape):
+            raise invalid(f"shardings over {', '.join(mesh.shape)}, the mesh's axes", name, jax.tree_util.keystr(path))
+        # The strategies decide what is sharded over the replicas.
         entries = [tuple(name for name in _axes(entry) if name != axis) or None for entry in entries]
         if first is not None:
             entries = [first if not entries or entries[0] is None else (first, *_axes(entries[0])), *entries[1:]]
         where = P(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(over, where))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
 
     if not jax.tree.leaves(params):
         raise invalid("parameters: a tree with an array", shown(params))
     n = examples(tuple(x for x, divided in zip(args, rows, strict=True) if divided))
-    parts = k * over.shape[axis]
+    parts = k * mesh.shape[axis]
     if n == 0 or n % parts:
-        raise invalid(f"a number of examples that {over.shape[axis]} replicas with {k} microbatches each can share", n)
+        raise invalid(f"a multiple of {parts} examples, for {mesh.shape[axis]} replicas with {k} microbatches each", n)
     specs = [
         jax.tree_util.tree_map_with_path(lambda path, y, d=divided: placed(path, y, axis if d else None), x)
         for x, divided in zip(args, rows, strict=True)
     ]
-    whole = jax.tree_util.tree_map_with_path(placed, params)
+    params = jax.tree_util.tree_map_with_path(placed, params)
     here = target.figures is None or target.here
-    return Problem(objective.loss, weight, optimizer, whole, tuple(specs), rows, k, over, axis, here)
+    return Problem(objective.loss, weight, optimizer, params, tuple(specs), rows, k, mesh, axis, here)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -140,40 +141,40 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _mesh(target: Target, mesh: Any, axis: str, values: Tree) -> Any:
-    """A mesh of the target's devices."""
+    """Creates the mesh, which may be a description or the mesh of other devices, of the target's devices."""
     if not isinstance(axis, str):
         raise invalid("the name of an axis", shown(axis))
     if mesh is None:
         shardings = (x.sharding for x in jax.tree.leaves(values) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
-        found = (x.mesh for x in shardings if isinstance(x, NamedSharding))
-        mesh = next(found, {axis: len(target.devices)})
+        meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+        mesh = next(meshes, {axis: len(target.devices)})
     if isinstance(mesh, Mapping):
         sizes = {str(name): require_integer(f"a size of mesh axis {name}", n) for name, n in mesh.items()}
-        kinds = (AxisType.Auto,) * len(sizes)
+        axis_types = (AxisType.Auto,) * len(sizes)
     elif attribute(mesh, "axis_types") is not None:
-        sizes, kinds = dict(mesh.shape), mesh.axis_types
+        sizes, axis_types = dict(mesh.shape), mesh.axis_types
     else:
         raise invalid("a mesh, or a mapping of its axes to their sizes", shown(mesh))
     count = math.prod(sizes.values())
     if count > len(target.devices):
-        raise invalid(f"a mesh of at most {len(target.devices)} devices, which {target.name} has", f"one of {count}")
+        raise invalid(f"a mesh of at most {len(target.devices)} devices, as on {target.name}", f"a mesh of {count}")
     if axis not in sizes:
         raise invalid(f"an axis of the mesh, {', '.join(sizes)}", shown(axis))
     devices = np.array(target.devices[:count]).reshape(tuple(sizes.values()))
-    return Mesh(devices, tuple(sizes), axis_types=kinds)
+    return Mesh(devices, tuple(sizes), axis_types=axis_types)
 
 
 def plain(values: Tree) -> Tree:
-    """Shapes and dtypes alone."""
+    """Removes shardings from specs."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
 
 
 ELEMENTWISE = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota", "copy", "random_bits"}
-"""Operations that change a shape without reading one element for another."""
+"""Operations that change a shape without mixing elements."""
 
 
 def across_elements(problem: Problem) -> str | None:
-    """The first operation by which the optimizer makes one element's update of other elements; None without one."""
+    """Returns the first operation by which the optimizer mixes elements of a leaf or leaves; None if elementwise."""
     like = plain(problem.params)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -182,21 +183,22 @@ def across_elements(problem: Problem) -> str | None:
         return tx.update(grads, state, params, value=jax.numpy.zeros(value.shape, value.dtype))
 
     traced = jax.make_jaxpr(update)(like, jax.eval_shape(problem.optimizer.init, like), like)
-    return next(_crossing(traced.jaxpr), None)
+    return next(_mixing(traced.jaxpr), None)
 
 
-def _crossing(jaxpr: Any) -> Iterator[str]:
+def _mixing(jaxpr: Any) -> Iterator[str]:
+    """Names of operations that mix elements: those known to, and those with fewer outputs than inputs."""
     for equation in jaxpr.eqns:
         inner = [sub for value in equation.params.values() for sub in _jaxprs(value)]
         for sub in inner:
-            yield from _crossing(sub)
+            yield from _mixing(sub)
         if inner or equation.primitive.name in ELEMENTWISE:
             continue
-        taken, made = (
+        inputs, outputs = (
             max((math.prod(x.aval.shape) for x in side if hasattr(x.aval, "shape")), default=1)
             for side in (equation.invars, equation.outvars)
         )
-        if equation.primitive.name in ("dot_general", "sort", "conv_general_dilated") or taken > made:
+        if equation.primitive.name in ("dot_general", "sort", "conv_general_dilated") or inputs > outputs:
             yield equation.primitive.name
 
 

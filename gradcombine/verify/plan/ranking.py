@@ -1,4 +1,4 @@
-"""A plan: the ways as rows, and their order."""
+"""A plan: strategies as rows, and their order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Figures(NamedTuple):
     """Cost of a window on each device, in bytes.
 
     Attributes:
-      moved: in main memory.
-      sent: to other devices.
-      memory: at the peak.
+      moved: bytes read and written in device memory.
+      sent: bytes sent to other devices.
+      memory: peak memory.
     """
 
     moved: float
@@ -25,18 +25,18 @@ class Figures(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One way.
+    """A strategy and its cost.
 
     Attributes:
-      name: of the way.
-      code: what makes it.
-      calls: the audit of each of its programs, and how often a window calls it; empty where one was refused.
-      compiled: what was compiled; None where it was refused.
-      predicted: by the formulas of ``docs/plan.md``; None where not even a microbatch compiles for a device.
-      bounds: of compute, memory and exchange of a window; none where nothing was compiled.
-      lacking: bytes by which it exceeds a device's memory; 0 where it fits, None where that is not known.
-      refused: why there is no program, or none that fits; empty otherwise.
-      why: what its bound is made of, and what sets it apart from the next row.
+      name: name of the strategy.
+      code: source code of the strategy.
+      calls: the audit of each program, and its number of calls per window; empty if one was rejected.
+      compiled: cost of the compiled programs; None if one was rejected.
+      predicted: cost by the formulas of ``docs/plan.md``; None if not even one microbatch fits a device.
+      bounds: lower bounds of a window's compute, memory traffic and exchange; empty if nothing was compiled.
+      lacking: bytes by which a device's memory is exceeded; 0 if the strategy fits, None if unknown.
+      refused: why a program was rejected; otherwise empty.
+      why: derivation of the bound, and differences from the next row.
     """
 
     name: str
@@ -55,36 +55,36 @@ class Row(NamedTuple):
 
     @property
     def findings(self) -> list[str]:
-        """The names of those of its audits, but for the exchange in each microbatch that ZeRO-2 is."""
+        """Names of the audits' findings, except for ZeRO-2's inherent exchange in each microbatch."""
         names = {finding.name for one, _ in self.calls for finding in one.findings}
         return sorted(names - ({"reduced-in-loop"} if "zero2" in self.name.split("+") else set[str]()))
 
     @property
     def by(self) -> str:
-        """The bound that limits the window; empty where nothing is published."""
+        """Name of the largest bound; empty if no rates are published for the target."""
         known = {name: bound.seconds for name, bound in self.bounds.items() if bound.seconds is not None}
         return max(known, key=lambda name: known[name]) if known else ""
 
     @property
     def seconds(self) -> float | None:
-        """The bound of a window: no execution is shorter, however well all overlaps."""
+        """Lower bound of the duration of a window, which assumes perfect overlap."""
         return self.bounds[self.by].seconds if self.by else None
 
     @property
     def in_turn(self) -> float:
-        """The sum of what is known of the bounds: a window in which nothing overlaps."""
+        """Sum of the known bounds: the duration of a window without overlap."""
         return sum(bound.seconds or 0.0 for bound in self.bounds.values())
 
 
 class Plan(NamedTuple):
-    """The ways to run a window, the best first.
+    """Strategies to run a window, the best first.
 
     Attributes:
-      target: what they were compiled for.
-      axes: of the mesh, with their sizes.
-      axis: that of the replicas.
-      microbatches: of a window.
-      rows: those that fit, by their bound; then those that do not; then those that were refused.
+      target: hardware that they were compiled for.
+      axes: sizes of the mesh axes.
+      axis: mesh axis of the replicas.
+      microbatches: number of microbatches per window.
+      rows: strategies that fit in memory, by their bound; then those that do not; then those that were rejected.
     """
 
     target: Target
@@ -95,13 +95,13 @@ class Plan(NamedTuple):
 
     @property
     def best(self) -> Row | None:
-        """None where no way fits."""
+        """The fastest strategy that fits in memory, or None."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
 def rank(row: Row) -> tuple[float, ...]:
     if row.fits and row.compiled is not None:
-        # Bounds that differ in the fourth digit do not: then the shorter sum, and then the smaller memory, is better.
+        # Bounds that agree to three digits are ties, decided by the sum without overlap, then by memory.
         seconds = (row.compiled.moved + row.compiled.sent) if row.seconds is None else row.seconds
         return 0, _rounded(seconds), _rounded(row.in_turn), row.compiled.memory
     return (1, row.lacking) if row.lacking else (2,)
@@ -118,15 +118,14 @@ def explained(rows: list[Row]) -> list[Row]:
 def _why(row: Row, following: Sequence[Row]) -> str:
     if row.compiled is None:
         return ""
-    made = f"bound by {row.by}: {row.bounds[row.by].arithmetic}" if row.by else row.bounds["memory"].arithmetic
+    bound = f"bound by {row.by}: {row.bounds[row.by].arithmetic}" if row.by else row.bounds["memory"].arithmetic
     if not row.fits:
-        return f"{made}; {size_text(row.lacking or 0)} more than a device has"
-    other = following[0] if following and following[0].compiled is not None and following[0].fits else None
+        return f"{bound}; {size_text(row.lacking or 0)} more than a device has"
+    other = following[0] if following and following[0].fits else None
     if other is None or other.compiled is None:
-        return made
-    words = list[str]()
-    for verb, own, others in zip(("moves", "sends", "holds"), row.compiled, other.compiled, strict=True):
-        if _rounded(own) != _rounded(others):
-            words.append(f"{verb} {size_text(abs(own - others))} {'less' if own < others else 'more'}")
-    differences = ", ".join(words) or "takes the same"
-    return f"{made}. Beside {other.name}: {differences}"
+        return bound
+    differences = list[str]()
+    for verb, x, y in zip(("moves", "sends", "holds"), row.compiled, other.compiled, strict=True):
+        if _rounded(x) != _rounded(y):
+            differences.append(f"{verb} {size_text(abs(x - y))} {'less' if x < y else 'more'}")
+    return f"{bound}. Compared to {other.name}: {', '.join(differences) or 'equal cost'}"

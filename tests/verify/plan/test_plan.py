@@ -1,4 +1,4 @@
-"""Ways to run a window, side by side: what they compute, what is predicted of them, and what is said of bad input."""
+"""Strategies to run a window: what they compute, their predicted cost, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ QUICK = ("flush+zero2", "every+zero1", "accumulate")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if way_of(name).name in QUICK else pytest.mark.full) for name in DEFAULT]
 )
-def test_the_code_of_a_way_computes_the_step_of_the_whole_batch(name: str) -> None:
+def test_the_code_of_a_strategy_computes_the_step_of_the_whole_batch(name: str) -> None:
     """Sums of small integers and powers of two are exact in every type and order."""
     window = np.random.default_rng(0).integers(-4, 5, (K * N * ROWS, WIDTH)).astype(np.float32)
     mesh = jax.make_mesh((N,), ("data",))
@@ -171,7 +171,7 @@ def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -
     assert got["b"] == -0.5
 
 
-def test_ways_have_names() -> None:
+def test_strategies_have_names() -> None:
     for name in DEFAULT:
         assert way_of(way_of(name).name) == way_of(name)
     words = {word for name in DEFAULT for word in name.split("+")}
@@ -181,15 +181,15 @@ def test_ways_have_names() -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"names": ["zero3"]}, "plan: expected a way of the words window, every.*received zero3"),
-        ({"names": ["window+every"]}, "one word of each kind, received window.every"),
-        ({"names": ["exact+compensated"]}, "one word of each kind"),
-        ({"names": []}, "names of ways, for instance window"),
+        ({"names": ["zero3"]}, "plan: expected a strategy of the words window, every.*received zero3"),
+        ({"names": ["window+every"]}, "a strategy with at most one word.*received window.every"),
+        ({"names": ["exact+compensated"]}, "at most one word"),
+        ({"names": []}, "names of strategies, for instance window"),
         ({"microbatches": 0}, "microbatches as an integer of 1 or more, received 0"),
-        ({"microbatches": 3}, "examples that 8 replicas with 3 microbatches each can share, received 64"),
+        ({"microbatches": 3}, "a multiple of 24 examples, for 8 replicas with 3 microbatches each, received 64"),
         ({"axis": "replica", "mesh": {"data": 8}}, "an axis of the mesh, data, received 'replica'"),
         ({"mesh": {"model": 8}}, "an axis of the mesh, model, received 'data'"),
-        ({"mesh": {"data": 16}}, "a mesh of at most 8 devices.*received one of 16"),
+        ({"mesh": {"data": 16}}, "a mesh of at most 8 devices.*received a mesh of 16"),
         ({"mesh": {"data": 0}}, "a size of mesh axis data"),
         ({"mesh": 8}, "a mesh, or a mapping of its axes"),
         ({"target": "h1000:8"}, "a target: h100:8"),
@@ -262,12 +262,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("problems", None)
 
 
-def test_the_command_shows_the_ways_and_the_code_of_the_best(here: Path) -> None:
+def test_the_command_shows_the_strategies_and_the_code_of_the_best(here: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "problems:on", "--ways", "window,zero2+exact", "--json", "plan.json"])
     assert done.exit_code == 0, done.output
     table, _, code = done.output.partition("window:\n\n")
     assert max(map(len, table.splitlines())) <= 80
-    assert "window is the best of 2 ways, of which 1 fit" in table and "Refused" in table
+    assert "window is the best of 2 strategies, of which 1 fit" in table and "Rejected" in table
     written: Any = json.loads((here / "plan.json").read_text())
     assert [way["name"] for way in written["ways"]] == ["window", "window+zero2+exact"]
     assert written["ways"][0]["code"].strip() == code.strip()
@@ -284,9 +284,9 @@ def test_the_command_shows_the_ways_and_the_code_of_the_best(here: Path) -> None
         (("problems:lacking",), "none of params, batch, optimizer, microbatches"),
         (("problems:more",), "received also every"),
         (("problems:fails",), "RuntimeError: no data"),
-        (("problems:seven",), "8 replicas with 7 microbatches each can share, received 64"),
+        (("problems:seven",), "8 replicas with 7 microbatches each, received 64"),
         (("problems:elsewhere",), "an axis of the mesh, data, received 'replica'"),
-        (("problems:problem", "--ways", "window,zero3"), "a way of the words"),
+        (("problems:problem", "--ways", "window,zero3"), "a strategy of the words"),
         (("problems:problem", "--target", "h1000:8"), "a target: h100:8"),
         (("problems:problem", "--json", "no/such/folder.json"), "a path in an existing folder"),
     ],
