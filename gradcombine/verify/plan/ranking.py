@@ -35,7 +35,7 @@ class Row(NamedTuple):
       predicted: cost by the formulas of ``docs/plan.md``; None if not even one microbatch fits a device.
       bounds: lower bounds of a window's compute, memory traffic and exchange; empty if nothing was compiled.
       lacking: bytes by which a device's memory is exceeded; 0 if the strategy fits, None if unknown.
-      refused: why a program was rejected; otherwise empty.
+      refused: reason for the rejection; empty if the programs were compiled.
       why: derivation of the bound, and differences from the next row.
     """
 

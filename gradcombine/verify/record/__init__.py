@@ -1,1 +1,1 @@
-"""Records of a run, step by step: traces, digests, and the first difference of two runs."""
+"""Step-by-step records of a run, as arrays or digests, and the first difference between two runs."""

@@ -1,4 +1,4 @@
-"""The first difference of two traces: the step, the stage and the leaf."""
+"""The first difference between two traces: its step, stage and leaf."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ CAUSES = {
     "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
     "params": "the application of the updates, from the same updates",
 }
-"""Origins of a divergence, by the first stage that shows it."""
+"""Causes of a divergence, by the first stage that differs."""
 
 
 UNKNOWN = "something unknown: only one of the runs has recorded it"
-"""Answers for a stage or a step that could not be compared."""
+"""Cause for a stage or a step that could not be compared."""
 
 
 class Divergence(NamedTuple):
-    """Where two runs diverge.
+    """The point at which two runs diverge.
 
     Attributes:
       step: the first step that differs.
-      stage: its first stage that differs; None if one run lacks the whole step.
+      stage: its first stage that differs; None if one run lacks the entire step.
       row: its worst leaf; None if all leaves that both runs have pass.
-      introduced_by: what lies between this stage and the last one that passes.
-      unrecorded: stages before this one that a run lacks, so that they may be the cause.
+      introduced_by: the part of the step between this stage and the last one that passes.
+      unrecorded: stages before this one that a run did not record, and which may therefore be the cause.
       unmatched: leaves of this stage that only one run has.
       left_out: leaves of this stage that could not be compared, and why.
-      mixed_up: leaves of this stage that are like another leaf of the other run than that of their name.
+      mixed_up: leaves of this stage that match a leaf of another name in the other run.
     """
 
     step: int
@@ -58,9 +58,9 @@ class Divergence(NamedTuple):
             text += f"; worst leaf {leaf.name}, {leaf.distance}, {leaf.relative:.1e} relative"
             if self.row.transposed:
                 order = self.row.pair.axes or tuple(range(len(leaf.shape)))
-                text += f", with its axes in the order {order}, which no rule asks for"
+                text += f", compared with its axes in the order {order}, for which there is no rule"
         if self.mixed_up:
-            text += f"; names mixed up: {', '.join(f'{x} is like {y}' for x, y in self.mixed_up[:4])}"
+            text += f"; names mixed up: {', '.join(f'{x} matches {y}' for x, y in self.mixed_up[:4])}"
         if self.left_out:
             text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
         if self.unmatched:
@@ -78,18 +78,19 @@ def first_divergence(
     allowed: Allowed | Mapping[str, Allowed] = EQUAL_BITS,
     rules: Rules = NO_RULES,
 ) -> Divergence | None:
-    """Finds the first step, and in it the first stage, in which two traces differ by more than is allowed.
+    """Finds the first step and stage in which two traces differ by more than is allowed.
 
     Args:
-      a, b: directories that `record` has written, of one framework or two; leaves are matched as in `gradcombine diff`.
-      allowed: what may differ; or for each stage by its name, and then nothing in stages that are not named. Two
-        frameworks' kernels round differently: give ``gradients`` a relative allowance, and all that follows.
-      rules: which leaf is which, for names that begin with their stage.
+      a, b: directories written by `record`, by the same framework or by two; leaves are matched as in
+        `gradcombine diff`.
+      allowed: the tolerance, or a dict of tolerances by stage; stages that it does not contain have to be equal. As
+        kernels of two frameworks round differently, allow a relative difference in ``gradients`` and later stages.
+      rules: mapping of leaves, whose names begin with their stage.
 
     Returns:
-      None if both runs have the same steps, with the same stages, and all of them pass; else a `Divergence`, which
-      prints as a sentence. What only one run has recorded, a leaf that could not be compared, and a leaf that is like
-      the other's only in another order of axes, though the shapes agree and no rule gives that order, are divergences.
+      None if both runs have the same steps and stages and all of them pass; otherwise a `Divergence`, which prints as a
+      sentence. Also a divergence: a step or stage that only one run has, a leaf that could not be compared, and a leaf
+      that matches only with its axes permuted, if the shapes agree and no rule specifies the permutation.
 
     Raises:
       GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
@@ -115,24 +116,24 @@ def first_divergence(
     for limit in limits.values():
         require_allowed(limit)
     left, right = (dumps_by_step(require_path("a directory", path)) for path in (a, b))
-    both = [step for step in left if step in right]
-    if not both:
+    common = [step for step in left if step in right]
+    if not common:
         raise invalid("two traces with a common step", f"{len(left)} and {len(right)} steps")
-    lacking: list[Divergence] = []
-    for step in both:
+    one_sided: list[Divergence] = []
+    for step in common:
         for divergence in _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules):
             if divergence.introduced_by != UNKNOWN:
                 return divergence
-            lacking.append(divergence)
-    lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
-    return min(lacking, key=lambda divergence: divergence.step, default=None)
+            one_sided.append(divergence)
+    one_sided += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
+    return min(one_sided, key=lambda divergence: divergence.step, default=None)
 
 
 def _in_step(step: int, a: Dump, b: Dump, allowed: Mapping[str, Allowed], rules: Rules) -> Iterator[Divergence]:
-    """The stages that only one run has, up to the first one that differs."""
+    """Yields the stages that only one run has, up to and including the first one that differs."""
     unrecorded: list[str] = []
     for stage in STAGES:
-        # A rule may say that a leaf needs no counterpart.
+        # Rules may exempt a leaf from having a counterpart.
         left = _stage(a, stage, lambda name: (rules.find(name) or (None, name))[1] is not None)
         right = _stage(b, stage, lambda name: not rules.ignores(name))
         if not left or not right:
@@ -141,15 +142,14 @@ def _in_step(step: int, a: Dump, b: Dump, allowed: Mapping[str, Allowed], rules:
             unrecorded.append(stage)
             continue
         report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
-        apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
-        if apart or not report.passes:
-            unmatched, row = (*report.only_a, *report.only_b), apart[0] if apart else None
+        failed = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
+        if failed or not report.passes:
+            unmatched, row = (*report.only_a, *report.only_b), failed[0] if failed else None
             yield Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
             return
         unrecorded = []
 
 
-def _stage(dump: Dump, stage: str, counts: Callable[[str], bool]) -> Dump:
-    return {
-        name: entry for name, entry in dump.items() if (name.startswith(f"{stage}/") or name == stage) and counts(name)
-    }
+def _stage(dump: Dump, stage: str, is_required: Callable[[str], bool]) -> Dump:
+    names = [name for name in dump if (name.startswith(f"{stage}/") or name == stage) and is_required(name)]
+    return {name: dump[name] for name in names}

@@ -1,9 +1,9 @@
-"""A flight recorder: the digests of every step and replica in a log that a crash cuts off, and does not damage.
+"""A flight recorder: digests of every step and replica, in a log of which a crash can truncate only the last line.
 
-A log is text. Its first line, and the first one of each run that goes on with it, is JSON: ``{"gradcombine": "digests",
+A log is text. Its first line, and the first one of each run that continues it, is JSON: ``{"gradcombine": "digests",
 "version": 1, "leaves": [[name, dtype, shape], ...], "twins": [name, ...]}``. Every other line is one step of one
-replica: the step, the replica (``*`` for all of them), and 16 hexadecimal digits a leaf: the two sums of
-`gradcombine.digest`. Every line ends with the CRC-32 of what stands before its last space, in 8 such digits::
+replica: the step, the replica (``*`` for all of them), and 16 hexadecimal digits per leaf: the two sums of
+`gradcombine.digest`. Every line ends with a space and the CRC-32 of the text before it, in 8 hexadecimal digits::
 
     12 0 8b2f1c04e9a7d35500c3aa19bb7e6d20 5d41402a
 """
@@ -40,18 +40,18 @@ from gradcombine.verify.record.trace import Recording, names
 
 VERSION = 1
 EVERY = -1
-"""The number of a row that all replicas have."""
+"""Replica number of a row for all replicas."""
 
 _BEGIN = b'{"gradcombine": "digests"'
 _DIGITS = 16
-"""Of a leaf's digest."""
+"""Hexadecimal digits per leaf."""
 
 _ROW = re.compile(rb"(\d{1,19}) (\*|\d{1,19}) ([0-9a-f]*)")
 """Step, replica and digests."""
 
 
 class Leaf(NamedTuple):
-    """A leaf of the recorded tree: its name, dtype and shape; None for a length that is not known."""
+    """Name, dtype and shape of a leaf of the recorded tree; unknown lengths are None."""
 
     name: str
     dtype: str
@@ -62,16 +62,16 @@ class FlightRecorder(Recording):
     """Appends the digests of each step to a log.
 
     Args:
-      path: of the log. One that is there goes on, if it is of the same leaves: a run that resumes.
-      like: a tree as the digests are made of: arrays, specs or None; the names of its leaves are its keys.
-      twins: names of subtrees that are the same on all replicas, such as ``["params"]``: `gradcombine diff` tells which
-        replica's copy differs.
-      behind: how many steps the log may be behind, so that the host waits for none that still runs; `close` writes
-        them.
+      path: path of the log. An existing log of the same leaves is continued, for runs that resume.
+      like: a pytree with the structure of the digested one: arrays, specs or None; its keys name the leaves.
+      twins: names of subtrees that have to be the same on all replicas, such as ``["params"]``: `gradcombine diff`
+        reports which replica's copy differs.
+      behind: number of steps by which writing is delayed, so that the host does not wait for a running step; `close`
+        writes the remaining ones.
 
     Raises:
-      GradCombineError: for a file that is something else, a log of other leaves, and twins that are not there.
-      OSError: where the file cannot be opened or written.
+      GradCombineError: for a file that is not a log, a log of other leaves, and twins that are not in the tree.
+      OSError: if the file cannot be opened or written.
 
     >>> import tempfile, numpy as np, gradcombine as gc
     >>> from gradcombine.verify import FlightRecorder
@@ -91,15 +91,15 @@ class FlightRecorder(Recording):
     def __init__(self, path: str | os.PathLike[str], like: Tree, *, twins: Sequence[str] = (), behind: int = 1) -> None:
         super().__init__()
         self._leaves = _leaves_of(like)
-        known = [leaf.name for leaf in self._leaves]
-        expected = f"twins among {', '.join(known[:8])}"
+        leaf_names = [leaf.name for leaf in self._leaves]
+        expected = f"twins among {', '.join(leaf_names[:8])}"
         twins = require_items(expected, twins)
         for twin in twins:
-            if not isinstance(twin, str) or not any(_within(name, twin) for name in known):
+            if not isinstance(twin, str) or not any(_is_in_subtree(name, twin) for name in leaf_names):
                 raise invalid(expected, shown(twin))
-        self._behind = require_integer("0 steps or more that it may be behind", behind, 0)
+        self._behind = require_integer("an integer of 0 or more as behind", behind, 0)
         self._pending = deque[tuple[int, Tree]]()
-        self._file, self._closed = _opened(require_path("a path", path), self._leaves), False
+        self._file, self._closed = _open(require_path("a path", path), self._leaves), False
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
 
@@ -107,24 +107,25 @@ class FlightRecorder(Recording):
     def __call__(self, step: Array, digests: Tree, replica: Array = None) -> None:
         """Records a step.
 
-        Called with known values, it takes the digests of one replica (leaves, 2), of several (replicas, leaves, 2), a
-        list of them, or what tf.distribute returns; of a jax.Array that is replicated on several devices, each one's
-        copy, by the number of the device. Rows that are all the same are written as one for all replicas. In a traced
-        JAX program, or a tf.function without jit_compile, one replica's are written by a callback as the program runs.
+        Concrete digests may be those of one replica, of shape (leaves, 2), those of several, of shape
+        (replicas, leaves, 2), a list with one element per replica, or a per-replica value of tf.distribute. For a
+        jax.Array that is replicated on several devices, each device's copy is recorded under the device's number. If
+        all rows are equal, one row for all replicas is written. In a traced JAX program, or a tf.function without
+        jit_compile, a host callback writes the digests of one replica as the program runs.
 
         Args:
-          step: its number, from 0 on.
-          digests: what `gradcombine.digest` made of the tree.
-          replica: whose they are, an integer scalar that may be traced, as ``jax.lax.axis_index("data")`` in shard_map;
-            None for all replicas, or as the digests tell.
+          step: number of the step, 0 or more.
+          digests: result of `gradcombine.digest`.
+          replica: number of the replica, an integer scalar that may be traced, such as ``jax.lax.axis_index("data")``
+            in shard_map; None: all replicas, or as implied by ``digests``.
 
         Raises:
           GradCombineError: for digests of other leaves.
         """
         self._require_step(step)
-        who = np.int32(EVERY) if replica is None else replica
-        if type(digests) not in (list, tuple) and any(map(_traced, (step, digests, who))):
-            self._on_host(step, [digests, who], lambda step, arrays: self._record(step, {int(arrays[1]): arrays[0]}))
+        number = np.int32(EVERY) if replica is None else replica
+        if type(digests) not in (list, tuple) and any(map(_is_traced, (step, digests, number))):
+            self._on_host(step, [digests, number], lambda step, arrays: self._record(step, {int(arrays[1]): arrays[0]}))
             return
         if replica is not None:
             digests = {require_integer("the number of a replica", replica, 0): digests}
@@ -134,16 +135,16 @@ class FlightRecorder(Recording):
 
     @operation("FlightRecorder")
     def close(self) -> None:
-        """Writes what is left, waits for pending callbacks, and closes the file.
+        """Writes the remaining steps, waits for pending callbacks, and closes the file.
 
         Raises:
-          GradCombineError: for digests of other leaves, or a step below 0, that a callback has met.
+          GradCombineError: for digests of other leaves, or a negative step, in a pending step or a callback.
         """
         while self._pending:
             try:
                 self._record(*self._pending.popleft())
-            except GradCombineError as problem:  # the steps after it are written
-                self._problems.append(problem)
+            except GradCombineError as error:  # later steps are still written
+                self._errors.append(error)
         try:
             super().close()
         finally:
@@ -167,44 +168,44 @@ class FlightRecorder(Recording):
 
     def _write(self, line: bytes) -> None:
         with self._lock:
-            # One write a line: what a crash cuts off is the last one.
+            # One write per line, so that a crash can truncate only the last line.
             os.write(self._file, b"%s %08x\n" % (line, zlib.crc32(line)))
 
 
 def _leaves_of(like: Tree) -> tuple[Leaf, ...]:
-    """The leaves that `gradcombine.digest` has digests of, in its order."""
+    """Leaves digested by `gradcombine.digest`, in its order."""
     parts, structure = digested(like)
-    known = names(structure, "")
-    return tuple(_leaf(known[part.leaf].removeprefix("/") + part.suffix, part.array) for part in parts)
+    leaf_names = names(structure, "")
+    return tuple(_leaf(leaf_names[part.leaf].removeprefix("/") + part.suffix, part.array) for part in parts)
 
 
 def _leaf(name: str, array: Array) -> Leaf:
     shape: Any = getattr(array, "shape", ())
-    # A tensor's may be unknown, or in part.
+    # The shape of a TensorFlow tensor may be unknown or partially known.
     lengths = () if getattr(shape, "rank", 0) is None else tuple(None if n is None else int(n) for n in shape)
     return Leaf(name or "(root)", str(dtype_of(array)), lengths)
 
 
-def _opened(path: Path, leaves: tuple[Leaf, ...]) -> int:
-    """The log, to append to; a line that a crash has cut off ends here."""
+def _open(path: Path, leaves: tuple[Leaf, ...]) -> int:
+    """Opens a log for appending; terminates a truncated last line."""
     if path.exists():
-        require_file("a log, or a path where nothing is", path)
-    begun = path.exists() and path.stat().st_size > 0
-    if begun and read_log(path).leaves != leaves:
-        raise invalid("a log of the same leaves, or none", str(path))
+        require_file("a log, or a path without a file", path)
+    continues = path.exists() and path.stat().st_size > 0
+    if continues and read_log(path).leaves != leaves:
+        raise invalid("a log of the same leaves, or a new path", str(path))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-    if begun and not path.read_bytes().endswith(b"\n"):
+    if continues and not path.read_bytes().endswith(b"\n"):
         os.write(descriptor, b"\n")
     return descriptor
 
 
-def _traced(array: Array) -> bool:
+def _is_traced(array: Array) -> bool:
     backend = owner(array)
     return backend is not None and backend.concrete(backend.asarray(array)) is None
 
 
 def _by_replica(digests: Tree) -> dict[int, Tree]:
-    """One replica's digests each, by its number; `EVERY` where they are not told apart."""
+    """Splits digests by replica number; `EVERY` if they do not distinguish replicas."""
     if isinstance(digests, dict):
         return cast("dict[int, Tree]", digests)
     shards = attribute(digests, "addressable_shards")
@@ -213,33 +214,33 @@ def _by_replica(digests: Tree) -> dict[int, Tree]:
             return {shard.device.id: shard.data for shard in shards}
         parts: list[tuple[int, Tree]] = [(shard.index[0].start or 0, np.asarray(shard.data)) for shard in shards]
         return {start + i: row for start, rows in parts for i, row in enumerate(rows)}
-    # A tf.distribute value has one of each replica.
-    of_replicas = digests if (values := attribute(digests, "values")) is None else values
-    if not isinstance(of_replicas, (list, tuple)) and (array := _array(of_replicas)).ndim != 3:
+    values = attribute(digests, "values")  # of a PerReplica value of tf.distribute
+    by_replica = digests if values is None else values
+    if not isinstance(by_replica, (list, tuple)) and (array := _array(by_replica)).ndim != 3:
         return {EVERY: array}
-    return dict(enumerate(cast("Sequence[Tree]", of_replicas)))
+    return dict(enumerate(cast("Sequence[Tree]", by_replica)))
 
 
 def _array(digests: Tree) -> np.ndarray:
     try:
         return np.asarray(digests)
-    except Exception:  # NumPy has several, and a foreign class may have others
+    except Exception:  # of any class, for foreign objects
         raise invalid("digests of gradcombine.digest", shown(digests)) from None
 
 
-def _within(name: str, tree_name: str) -> bool:
-    return name == tree_name or name.startswith(f"{tree_name}/")
+def _is_in_subtree(name: str, subtree: str) -> bool:
+    return name == subtree or name.startswith(f"{subtree}/")
 
 
 class Log(NamedTuple):
     """A log that was read.
 
     Attributes:
-      content: the file.
-      leaves: in the order of their digests.
-      twins: whether each is the same on all replicas.
-      rows: by step and replica, where the rows are in the file: the later ones are of runs that have resumed.
-      damaged: the numbers of lines that cannot be read, from 1 on; the last one if a crash has cut it off.
+      content: the file, memory-mapped.
+      leaves: leaves in the order of their digests.
+      twins: for each leaf, whether it has to be the same on all replicas.
+      rows: offsets of the rows in the file, by step and replica; a run that resumed may add rows for a step.
+      damaged: numbers, from 1, of lines that cannot be read, such as a truncated last line.
     """
 
     content: mmap
@@ -253,17 +254,17 @@ class Log(NamedTuple):
         return sorted({step for step, _ in self.rows})
 
     def replicas(self, step: int) -> list[int]:
-        """The replicas that a step was recorded of; `EVERY` if it is the same of all."""
+        """Numbers of the replicas with a row for this step; `EVERY` for a row for all replicas."""
         return sorted(replica for at, replica in self.rows if at == step)
 
     def digests(self, offset: int) -> list[str]:
-        """The digests of a row, in hexadecimal."""
+        """Hexadecimal digests of the row at this offset, one per leaf."""
         digits = self.content[offset : self.content.find(b"\n", offset)].split(b" ")[2].decode()
         return [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a log of digests does."""
+    """Whether a file starts like a log of digests."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -272,11 +273,11 @@ def is_log(path: str | os.PathLike[str]) -> bool:
 
 @operation("diff")
 def read_log(path: str | os.PathLike[str]) -> Log:
-    """Reads a log as far as its lines are whole; the rows themselves are read when they are asked for.
+    """Reads the complete lines of a log; digests are parsed on demand, by `Log.digests`.
 
     Raises:
-      GradCombineError: for a file that does not begin as a log does, one of a later version, and logs of several
-        trees in one file.
+      GradCombineError: for a file that does not start like a log, a log of another version, and logs of several trees
+        in one file.
     """
     path = require_file("a log of digests", path)
     header: dict[str, Any] = {}
@@ -286,11 +287,11 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     with open(path, "rb") as file:
         if not path.stat().st_size:
             raise invalid("a log of digests", f"{path}, which is empty")
-        whole = mmap(file.fileno(), 0, access=ACCESS_READ)
+        mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
         for number, line in enumerate(file, 1):
             content = _checked(line)
             if number == 1 and not line.startswith(_BEGIN):
-                raise invalid("two logs of digests", f"{path}, which is none")
+                raise invalid("two logs of digests", f"{path}, which is not a log")
             if content is None and not header:
                 raise invalid("a log that begins with its leaves", f"{path}: line {number} is damaged")
             if content is None:
@@ -304,18 +305,18 @@ def read_log(path: str | os.PathLike[str]) -> Log:
                 rows.setdefault((int(row[1]), EVERY if row[2] == b"*" else int(row[2])), []).append(offset)
             offset += len(line)
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
-    twins = tuple(any(_within(leaf.name, twin) for twin in header["twins"]) for leaf in leaves)
-    return Log(whole, leaves, twins, rows, tuple(damaged))
+    twins = tuple(any(_is_in_subtree(leaf.name, twin) for twin in header["twins"]) for leaf in leaves)
+    return Log(mapped, leaves, twins, rows, tuple(damaged))
 
 
 def _checked(line: bytes) -> bytes | None:
-    """The content of a line; None if the line is not whole."""
-    content, _, check = line.rpartition(b" ")
-    return content if check.rstrip(b"\n") == b"%08x" % zlib.crc32(content) else None
+    """Content of a line, or None if its checksum is wrong."""
+    content, _, checksum = line.rpartition(b" ")
+    return content if checksum.rstrip(b"\n") == b"%08x" % zlib.crc32(content) else None
 
 
-def _header(path: Path, content: bytes, before: dict[str, Any]) -> dict[str, Any]:
-    """The header in a line; ``before`` is the one that the log begins with."""
+def _header(path: Path, content: bytes, first: dict[str, Any]) -> dict[str, Any]:
+    """Parses a header line, which has to have the leaves of the log's first header."""
     expected = f"a log of digests, version {VERSION}, with leaves as name, dtype and shape, and twins as names"
     try:
         header: dict[str, Any] = json.loads(content)
@@ -328,8 +329,8 @@ def _header(path: Path, content: bytes, before: dict[str, Any]) -> dict[str, Any
             and len({leaf[0] for leaf in leaves}) == len(leaves)
             and all(isinstance(twin, str) for twin in twins)
         ):
-            if before and leaves != before["leaves"]:
-                raise invalid("the same leaves throughout a log", f"others from some line of {path} on")
+            if first and leaves != first["leaves"]:
+                raise invalid("the same leaves throughout a log", f"{path}, where a later header has other leaves")
             return header
         case _:
             raise invalid(expected, f"{path}: {shown(header)}")

@@ -1,4 +1,4 @@
-"""Two logs of digests against each other: the first step, replica and leaf that part."""
+"""Comparison of two logs of digests: the first step, replica and leaf that differ."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from gradcombine.verify.diff.mapping import NO_RULES, Rules, match, require_rule
 from gradcombine.verify.record.flight import EVERY, Leaf, Log
 
 SHOWN = 8
-"""How many names or numbers a sentence has."""
+"""Maximum number of names or numbers in a sentence."""
 
 
 class Parting(NamedTuple):
-    """Digests that differ.
+    """A pair of digests that differ.
 
     Attributes:
-      step, replica, leaf: where; the replica is `EVERY` if both logs have one row for all.
+      step: the step.
+      replica: the replica; `EVERY` if both logs have one row for all replicas.
+      leaf: name of the leaf.
       a, b: the two digests.
-      twins: what the other replicas of that step say, in words; empty if nothing.
+      twins: conclusion from the other replicas' digests of this leaf and step; may be empty.
     """
 
     step: int
@@ -43,14 +45,14 @@ class Parting(NamedTuple):
 
 
 class LogReport(NamedTuple):
-    """How far two logs agree.
+    """Result of the comparison of two logs.
 
     Attributes:
-      compared: how many digests were.
-      first: the first ones that differ, by step, then replica, then leaf; None if none do.
-      parted: for each step that differs, how many digests of it do.
-      steps: how many steps both logs have.
-      problems: what was not compared, or shows that a log disagrees with itself: a sentence each.
+      compared: number of digests compared.
+      first: the first difference, by step, then replica, then leaf; None if there is none.
+      parted: number of digests that differ, by step, for steps with a difference.
+      steps: number of steps that both logs have.
+      problems: sentences about parts that were not compared, and contradictions within a log.
     """
 
     compared: int
@@ -67,58 +69,59 @@ class LogReport(NamedTuple):
 
 @operation("diff_logs")
 def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
-    """Compares two logs of digests, step by step; of a step that a log has twice, the later row.
+    """Compares two logs of digests step by step; if a log has a step twice, the later row counts.
 
-    Leaves are the same by rule or by name (`gradcombine.verify.diff.mapping.match`); whether one is transposed makes no
-    difference to a digest. A row for all replicas stands for each of them.
+    Leaves are matched by rule or by name (`gradcombine.verify.diff.mapping.match`), regardless of transposition, which
+    does not change a digest. A row for all replicas is compared with each of them.
 
     Args:
-      a, b: from `gradcombine.verify.record.flight.read_log`.
-      rules: which leaf is which, if names cannot tell.
+      a, b: logs, from `gradcombine.verify.record.flight.read_log`.
+      rules: mapping of leaves whose names differ.
     """
     require_rules(rules)
     pairs, problems = _matched(a, b, rules)
-    problems += [*_of_log("A", a), *_of_log("B", b)]
+    problems += [*_problems_of("A", a), *_problems_of("B", b)]
     rows = _rows(a), _rows(b)
     for side, mine, theirs in (("A", *rows), ("B", *reversed(rows))):
-        if alone := sorted(mine.keys() - theirs.keys()):
-            problems.append(f"only {side} has steps {ranges(alone)}")
-    both = sorted(rows[0].keys() & rows[1].keys())
-    lonely: Counter[tuple[str, int]] = Counter()
-    parted: Counter[int] = Counter()
+        if missing := sorted(mine.keys() - theirs.keys()):
+            problems.append(f"only {side} has steps {ranges(missing)}")
+    common_steps = sorted(rows[0].keys() & rows[1].keys())
+    one_sided: Counter[tuple[str, int]] = Counter()
+    counts: Counter[int] = Counter()
     first: Parting | None = None
     compared = 0
-    for step in both:
-        left, right = ({n: log.digests(at) for n, at in of[step].items()} for log, of in zip((a, b), rows, strict=True))
-        found = {n: (_row(left, n), _row(right, n)) for n in sorted(left.keys() | right.keys())}
-        lonely.update(("B" if x is None else "A", n) for n, (x, y) in found.items() if n != EVERY and None in (x, y))
-        common = [(n, x, y) for n, (x, y) in found.items() if x is not None and y is not None]
+    for step in common_steps:
+        left, right = (
+            {replica: log.digests(offset) for replica, offset in offsets[step].items()}
+            for log, offsets in zip((a, b), rows, strict=True)
+        )
+        both = {n: (_row(left, n), _row(right, n)) for n in sorted(left.keys() | right.keys())}
+        one_sided.update(("B" if x is None else "A", n) for n, (x, y) in both.items() if n != EVERY and None in (x, y))
+        common = [(n, x, y) for n, (x, y) in both.items() if x is not None and y is not None]
         for replica, x, y in [each for each in common if each[0] != EVERY] or common:
             compared += len(pairs)
-            apart = [(i, j) for i, j in pairs if x[i] != y[j]]
-            if apart:
-                parted[step] += len(apart)
-            if apart and first is None:
-                i, j = apart[0]
+            different = [(i, j) for i, j in pairs if x[i] != y[j]]
+            if different:
+                counts[step] += len(different)
+            if different and first is None:
+                i, j = different[0]
                 name, other = a.leaves[i].name, b.leaves[j].name
                 leaf = name if name == other else f"{name} = {other}"
-                first = Parting(step, replica, leaf, x[i], y[j], _twins(replica, i, j, left, right))
-    problems += [f"only {side} has replica {replica}, in {n} steps" for (side, replica), n in sorted(lonely.items())]
-    return LogReport(compared, first, dict(parted), len(both), tuple(problems))
+                first = Parting(step, replica, leaf, x[i], y[j], _conclusion(replica, i, j, left, right))
+    problems += [f"only {side} has replica {replica}, in {n} steps" for (side, replica), n in sorted(one_sided.items())]
+    return LogReport(compared, first, dict(counts), len(common_steps), tuple(problems))
 
 
 def verdict(report: LogReport) -> str:
-    """The answer in a sentence."""
+    """Summary in one sentence."""
     if report.first is not None:
         count = report.parted[report.first.step]
-        return f"The logs part at {report.first}. In that step {count} of its digests differ."
+        return f"The logs first differ at {report.first}. In that step {count} digests differ."
     if report.passes:
         return f"All {report.compared:,} digests of {report.steps:,} steps are equal."
     if not report.compared:
         return "No digest was compared."
-    return (
-        f"All {report.compared:,} digests that were compared are equal; not all were, or a log disagrees with itself."
-    )
+    return f"All {report.compared:,} digests compared are equal; some were not compared, or a log contradicts itself."
 
 
 def sections(report: LogReport) -> list[Section]:
@@ -126,37 +129,37 @@ def sections(report: LogReport) -> list[Section]:
     problems = [Cells((problem,), False) for problem in report.problems]
     steps = [Cells((str(step), str(count)), False) for step, count in report.parted.items()]
     parts = [
-        Section("Not compared, or at odds", columns=("",), rows=problems),
+        Section("Not compared, or contradictory", columns=("",), rows=problems),
         Section("Steps that differ", columns=("step", "digests that differ"), rows=steps),
     ]
     return [part for part in parts if part.rows]
 
 
 def as_json(report: LogReport) -> dict[str, object]:
-    """The report as what json can write."""
+    """The report as values that json can serialize."""
     first = None if report.first is None else report.first._asdict()
     return {"passes": report.passes, **report._asdict(), "first": first, "problems": list(report.problems)}
 
 
 def _matched(a: Log, b: Log, rules: Rules) -> tuple[list[tuple[int, int]], list[str]]:
-    """The numbers of the leaves that both logs have, of one dtype and of lengths that may be the same; and problems."""
+    """Matches leaves of equal dtype and size; returns pairs of their indices, and problems."""
     matching = match(_as_dump(a), _as_dump(b), rules)
     problems: list[str] = []
     for side, names in (("A", matching.only_a), ("B", matching.only_b)):
         problems += [f"only {side} has the leaves {listed(names, SHOWN)}"] if names else []
-    places = [{leaf.name: i for i, leaf in enumerate(log.leaves)} for log in (a, b)]
+    indices = [{leaf.name: i for i, leaf in enumerate(log.leaves)} for log in (a, b)]
     pairs: list[tuple[int, int]] = []
     for pair in matching.pairs:
-        i, j = places[0][pair.a], places[1][pair.b]
+        i, j = indices[0][pair.a], indices[1][pair.b]
         left, right = a.leaves[i], b.leaves[j]
-        if _unlike(left, right):
+        if _are_incompatible(left, right):
             problems.append(f"{pair.a} is {left.dtype} {left.shape} in A, {right.dtype} {right.shape} in B")
         else:
             pairs.append((i, j))
     return sorted(pairs), problems
 
 
-def _of_log(side: str, log: Log) -> Iterator[str]:
+def _problems_of(side: str, log: Log) -> Iterator[str]:
     """Problems within one log."""
     if log.damaged:
         numbers = ", ".join(map(str, log.damaged[:SHOWN]))
@@ -167,12 +170,12 @@ def _of_log(side: str, log: Log) -> Iterator[str]:
         at = next((i for earlier in rows for i, x in enumerate(earlier) if x != rows[-1][i]), None)
         if at is not None:
             where = f"step {step} of {_replica(replica)}"
-            yield f"{side} has {where} {len(rows)} times, and not with the same digests: of {log.leaves[at].name} first"
-    yield from _odd(side, log)
+            yield f"{side} has {where} {len(rows)} times, with different digests, of {log.leaves[at].name} first"
+    yield from _divergent_replica(side, log)
 
 
-def _odd(side: str, log: Log) -> Iterator[str]:
-    """The first replica whose copy of what is the same on all replicas is not."""
+def _divergent_replica(side: str, log: Log) -> Iterator[str]:
+    """Describes the first difference between replicas in a leaf that should be the same on all of them."""
     if not any(log.twins):
         return
     for step, offsets in _rows(log).items():
@@ -180,17 +183,17 @@ def _odd(side: str, log: Log) -> Iterator[str]:
         for i, twin in enumerate(log.twins):
             counts = Counter(row[i] for row in rows.values())
             if twin and len(counts) > 1:
-                most, times = counts.most_common(1)[0]
-                odd = [replica for replica, row in rows.items() if row[i] != most]
-                apart = f"replica {', '.join(map(str, odd))} differs from its twins"
-                if 2 * times <= len(rows):  # which of them is odd?
-                    apart = "the replicas differ from one another"
-                yield f"in step {step} of {side}, {apart} in {log.leaves[i].name}"
+                majority, count = counts.most_common(1)[0]
+                others = [replica for replica, row in rows.items() if row[i] != majority]
+                finding = f"replica {', '.join(map(str, others))} differs from the others"
+                if 2 * count <= len(rows):  # no majority
+                    finding = "the replicas differ from one another"
+                yield f"in step {step} of {side}, {finding} in {log.leaves[i].name}"
                 return
 
 
-def _twins(replica: int, i: int, j: int, left: dict[int, list[str]], right: dict[int, list[str]]) -> str:
-    """The side on which a replica's digest differs from all others, where those agree with the other side."""
+def _conclusion(replica: int, i: int, j: int, left: dict[int, list[str]], right: dict[int, list[str]]) -> str:
+    """Names the log in which the replica alone differs, if its other replicas agree with the other log."""
     x, y = (_row(rows, replica) or [] for rows in (left, right))
     for side, other, rows, k, digest in (("A", "B", left, i, y[j]), ("B", "A", right, j, x[i])):
         rest = {row[k] for number, row in rows.items() if number not in (replica, EVERY)}
@@ -200,26 +203,26 @@ def _twins(replica: int, i: int, j: int, left: dict[int, list[str]], right: dict
 
 
 def _row(rows: dict[int, list[str]], replica: int) -> list[str] | None:
-    """A replica's digests; a row for all stands for any."""
+    """Digests of a replica, or the row for all replicas."""
     return rows.get(replica, rows.get(EVERY))
 
 
 def _rows(log: Log) -> dict[int, dict[int, int]]:
-    """Where the last row of each step and replica is, in order."""
-    found: dict[int, dict[int, int]] = {}
+    """Offset of the last row, by step and replica, sorted."""
+    result: dict[int, dict[int, int]] = {}
     for (step, replica), offsets in sorted(log.rows.items()):
-        found.setdefault(step, {})[replica] = offsets[-1]
-    return found
+        result.setdefault(step, {})[replica] = offsets[-1]
+    return result
 
 
 def _as_dump(log: Log) -> Dump:
-    """The leaves as what cannot be read: they are matched by rule and by name only."""
+    """Leaves as unreadable entries of a dump, which are matched by rule and by name only."""
     shapes = {leaf.name: tuple(n for n in leaf.shape if n is not None) for leaf in log.leaves}
     return {name: unread(name, "a digest", shape) for name, shape in shapes.items()}
 
 
-def _unlike(a: Leaf, b: Leaf) -> bool:
-    """Whether two leaves cannot hold the same words: of other dtypes, or lengths. Axes may be in another order."""
+def _are_incompatible(a: Leaf, b: Leaf) -> bool:
+    """Whether the leaves differ in dtype or in size, or, if a length is unknown, in rank; axes may be permuted."""
     if None in a.shape or None in b.shape:
         return a.dtype != b.dtype or len(a.shape) != len(b.shape)
     sizes = (int(np.prod([n or 0 for n in leaf.shape], dtype=np.int64)) for leaf in (a, b))

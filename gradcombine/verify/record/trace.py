@@ -1,4 +1,4 @@
-"""Runs that leave a trace: a file of arrays for each step, from programs that run or are compiled."""
+"""Traces of a run: a file of arrays per step, written from eager code or from compiled programs."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.pytorch import converted
 
 STAGES = ("inputs", "gradients", "combined", "updates", "params")
-"""The stages of a step, in the order in which one makes the next."""
+"""Stages of a training step, in the order in which they are computed."""
 
 
 @operation("record")
 def record(directory: str | Path, steps: Container[int] | None = None) -> Recorder:
-    """Begins a trace: a directory with one .npz file a step.
+    """Starts a trace: a directory with one .npz file per step.
 
     Args:
-      directory: made if it is not there; it must not hold a trace already.
-      steps: the steps to write, for instance ``range(0, 1000, 100)``, no iterator; None: all of them.
+      directory: created if missing; it must not contain a trace.
+      steps: container of the steps to write, for instance ``range(0, 1000, 100)``, but no iterator; None: all steps.
 
     Returns:
-      A `Recorder`, to be called in each step, and closed at the end; it is a context manager, too.
+      A `Recorder`, to be called in each step and closed at the end; it is also a context manager.
 
     Raises:
-      GradCombineError: for a directory that holds a trace, and for steps that do not tell what is among them.
-      OSError: where the directory cannot be made.
+      GradCombineError: for a directory that contains a trace, and for steps that are not a container of integers.
+      OSError: if the directory cannot be created.
 
     >>> import tempfile, numpy as np
     >>> from gradcombine.verify import record
@@ -54,35 +54,37 @@ def record(directory: str | Path, steps: Container[int] | None = None) -> Record
     ['gradients/w', 'params/w']
     """
     path = require_path("a directory", directory)
-    _among(steps, 0)
+    _is_selected(steps, 0)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob("step_*.npz")):
         raise invalid("a directory without a trace", str(path))
     return Recorder(path, steps)
 
 
-def _among(steps: Container[int] | None, step: int) -> bool:
+def _is_selected(steps: Container[int] | None, step: int) -> bool:
     if steps is None:
         return True
     try:
-        if isinstance(steps, Iterator):  # which would lose what it is asked for
+        if isinstance(steps, Iterator):  # ``in`` would consume it
             raise TypeError
         return step in steps
-    except Exception:  # of text, of arrays in two dimensions, or whatever a foreign class raises
+    except Exception:  # of a string, an array of two dimensions or a foreign class
         raise invalid("steps such as range(0, 1000, 100), or None", shown(steps)) from None
 
 
 class Recording:
-    """Steps of one run, recorded on the host: now where their values are known, else as the program runs.
+    """Base class of recorders: writes concrete values at once, and traced ones in a host callback as the program runs.
 
-    A subclass records a step under its ``name``. Errors in a program's callback, which would not
-    come through it as they are, are raised by `close`.
+    Frameworks wrap errors that a callback raises, so they are collected, and raised by `close`.
+
+    Attributes:
+      name: name of the operation in errors.
     """
 
     name: str
 
     def __init__(self) -> None:
-        self._problems: list[GradCombineError] = []
+        self._errors: list[GradCombineError] = []
         self._lock = threading.Lock()
 
     @operation()
@@ -90,13 +92,13 @@ class Recording:
         """Waits for pending callbacks.
 
         Raises:
-          GradCombineError: what went wrong in them.
+          GradCombineError: the first error in a callback.
         """
         jax = sys.modules.get("jax")
         if jax is not None:
             jax.effects_barrier()
-        if self._problems:
-            raise self._problems[0]
+        if self._errors:
+            raise self._errors[0]
 
     def __enter__(self) -> Self:
         return self
@@ -105,51 +107,51 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del error, trace
-        try:  # after an error too: the last steps are those that are looked for
+        try:  # also after an error: the last steps matter most then
             self.close()
         except GradCombineError:
             if kind is None:
                 raise
 
     def _require_step(self, step: Array) -> None:
-        """Raises unless the step is an integer scalar, known to be from 0 on or traced."""
+        """Raises unless the step is a nonnegative integer scalar; a traced step may turn out negative."""
         backend = resolve([step])
         number = backend.asarray(step)
-        shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
+        shape, dtype, value = backend.shape(number), backend.dtype(number), backend.concrete(number)
         if shape != () or dtype.kind not in "iu":
             raise invalid("an integer scalar as the step", f"{dtype} of shape {shape}")
-        if known is not None and known < 0:
-            raise invalid("steps from 0 on", int(known))
+        if value is not None and value < 0:
+            raise invalid("a step of 0 or more", int(value))
 
     def _on_host(self, step: Array, arrays: Sequence[Array], write: Callable[[int, list[np.ndarray]], None]) -> None:
-        """``write(step, arrays)``, with NumPy arrays."""
+        """Calls ``write(step, arrays)`` with NumPy arrays, in a callback if a value is traced."""
 
-        def called(number: Array, *values: Array) -> None:
+        def callback(number: Array, *values: Array) -> None:
             try:
                 self._require_step(np.asarray(number))
                 write(int(number), [np.asarray(x) for x in values])
-            except GradCombineError as problem:
-                self._problems.append(problem)
+            except GradCombineError as error:
+                self._errors.append(error)
 
         backend = resolve([*arrays, step])
-        number, *known = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
-        if number is not None and all(x is not None for x in known):
-            write(int(number), [np.asarray(x) for x in known])
+        number, *values = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
+        if number is not None and all(x is not None for x in values):
+            write(int(number), [np.asarray(x) for x in values])
         elif backend.name == "jax":
             from jax.experimental import io_callback
 
-            io_callback(called, None, step, *arrays)
+            io_callback(callback, None, step, *arrays)
         else:
             import tensorflow as tf
 
-            tf.numpy_function(called, [step, *arrays], [])  # pyright: ignore[reportUnknownMemberType]
+            tf.numpy_function(callback, [step, *arrays], [])  # pyright: ignore[reportUnknownMemberType]
 
 
 class Recorder(Recording):
-    """Writes the steps of one run, a file each; made by `record`.
+    """Writes one file per step of a run; created by `record`.
 
-    `close` raises for a stage that was recorded twice in a step with different bits, as by replicas that differ, and
-    for a traced step below 0.
+    `close` raises if a leaf was recorded twice in a step with different bits, e.g. by replicas that differ, and for a
+    negative traced step.
     """
 
     name = "record"
@@ -162,25 +164,24 @@ class Recorder(Recording):
 
     @operation("record")
     def __call__(self, step: Array, **stages: Tree) -> None:
-        """Writes some stages of a step; others of the same step may follow.
+        """Writes stages of a step; later calls may add other stages of the same step.
 
-        In a traced JAX program, or a tf.function without jit_compile, the values are written as the program runs, by a
-        callback to the host, and values that are not traced are those of the trace. Inside pmap or shard_map, or in a
-        replica context, the call is made once for each replica: pass values that are the same on all of them.
-        PyTorch's tensors are copied at once: call it between ``backward()`` and ``optimizer.step()``, with
+        In a traced JAX program, or a tf.function without jit_compile, a host callback writes the values as the program
+        runs; values that are not traced are constants of the program. Inside pmap or shard_map, or in a replica
+        context, each replica makes the call: pass values that are identical on all of them. PyTorch tensors are copied
+        at once: call it between ``backward()`` and ``optimizer.step()``, with
         ``gradients={name: p.grad for name, p in model.named_parameters()}``.
 
         Args:
-          step: its number from 0 on, an integer scalar that may be traced.
-          **stages: trees of arrays, by the names of `STAGES` that the run has: ``inputs`` (a batch), the ``gradients``
-            of this replica or microbatch, the ``combined`` gradient, the optimizer's ``updates``, and the ``params``
-            after them. A leaf that is None is left out. A leaf is named by its stage and keys,
-            ``gradients/layer/0/w``; a key that holds a slash, or reads like another, keeps brackets and quotes,
-            ``gradients/['dense/w']``.
+          step: number of the step, a nonnegative integer scalar that may be traced.
+          **stages: pytrees of arrays, by names from `STAGES`: ``inputs`` (a batch), the ``gradients`` of this replica
+            or microbatch, the ``combined`` gradient, the optimizer's ``updates``, and the resulting ``params``. Leaves
+            that are None are left out. A leaf is named by its stage and keys, ``gradients/layer/0/w``; a key that
+            contains a slash, or is ambiguous, keeps brackets and quotes, ``gradients/['dense/w']``.
 
         Raises:
-          GradCombineError: for an unknown stage; for two leaves of one name; for a dtype that .npz files do not keep,
-            such as float8; and for a tensor that is sparse, quantized or a part of one.
+          GradCombineError: for an unknown stage; for two leaves with one name; for a dtype that .npz files do not
+            preserve, such as float8; for a sparse, quantized or distributed tensor.
         """
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
@@ -197,24 +198,23 @@ class Recorder(Recording):
                     named[name] = leaf
         self._on_host(step, list(named.values()), partial(self._write, list(named)))
 
-    def _write(self, called: list[str], step: int, arrays: list[np.ndarray]) -> None:
-        if not _among(self._steps, step):
+    def _write(self, leaves: list[str], step: int, arrays: list[np.ndarray]) -> None:
+        if not _is_selected(self._steps, step):
             return
         with self._lock:
-            kept = self._kept(step)
-            for name, array in zip(called, arrays, strict=True):
-                if name in kept and not _same(kept[name], array):
+            recorded = self._recorded(step)
+            for name, array in zip(leaves, arrays, strict=True):
+                if name in recorded and not _equal_bits(recorded[name], array):
                     where = f"{name} of step {step}"
-                    expected = "the same values on all replicas"
-                    self._problems.append(invalid(expected, "different ones", where))
-                # A callback's array may be the buffer of its next call.
-                kept.setdefault(name, array.copy())
-            self._save(step, kept)
-            for done in [other for other in self._written if other < step - 1]:
-                del self._written[done]
+                    self._errors.append(invalid("the same values on all replicas", "different values", where))
+                # Copied: the framework may reuse the buffer for the next callback.
+                recorded.setdefault(name, array.copy())
+            self._save(step, recorded)
+            for old in [other for other in self._written if other < step - 1]:
+                del self._written[old]
 
-    def _kept(self, step: int) -> dict[str, np.ndarray]:
-        """The arrays recorded of a step so far: callbacks need not come in the order of the steps."""
+    def _recorded(self, step: int) -> dict[str, np.ndarray]:
+        """Arrays recorded so far for a step, read back from its file if necessary: callbacks may be out of order."""
         path = self._path(step)
         if step not in self._written and path.exists():
             self._written[step] = {name: entry.whole() for name, entry in open_dump(path).items()}
@@ -224,7 +224,7 @@ class Recorder(Recording):
         return self._directory / f"step_{step:08}.npz"
 
     def _save(self, step: int, arrays: dict[str, np.ndarray]) -> None:
-        """Writes a file as a whole or not at all."""
+        """Writes a file atomically."""
         path = self._path(step)
         draft = path.with_name(f".{path.name}.draft")
         with open(draft, "wb") as file:
@@ -233,39 +233,39 @@ class Recorder(Recording):
 
 
 def _require_kept(leaf: Array, path: str) -> None:
-    """Refuses a dtype that an .npz file would not give back: Python objects, and ml_dtypes that it has no name for."""
+    """Raises for dtypes that .npz files do not preserve: Python objects, and most of ml_dtypes."""
     dtype = resolve([leaf]).dtype(leaf)
     if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):
-        raise invalid("bfloat16, or a numeric dtype of NumPy itself", dtype, path)
+        raise invalid("bfloat16, or one of NumPy's numeric dtypes", dtype, path)
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
+def _equal_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 LONGEST = (1 << 16) - 1 - len(".npy")
-"""The length of a name in a ZIP archive, in bytes, is a 16-bit number."""
+"""Longest name in a ZIP archive, in bytes: its length is stored in 16 bits."""
 
 _INDEX = re.compile(r"\[(-?\d+)\]")
 _FIELD = re.compile(r"\.(\w+)")
 
 
 def names(structure: Structure, stage: str) -> list[str]:
-    """The names of a tree's leaves, in the order of `flatten`: ``"gradients/layer/0/w"``.
+    """Names of a tree's leaves, in the order of `flatten`: ``"gradients/layer/0/w"``.
 
-    A plain key is written as it is: a word without a slash, an index, the name of a field. Any other, and one that
-    reads like its neighbour (``1`` and ``"1"``), is written as in the paths of error messages: ``"['a/b']"``.
+    Simple keys are written without brackets: words without a slash, indices, field names. Other keys, and keys that
+    would be ambiguous (``1`` and ``"1"``), are written as in the paths of error messages: ``"['a/b']"``.
 
     Raises:
-      GradCombineError: for two leaves of one name, and for a name that is too long.
+      GradCombineError: for two leaves with one name, and for a name that is too long.
     """
     all_names = list(_names(structure, stage))
     seen: set[str] = set()
     for name, path in zip(all_names, structure.paths(), strict=True):
         if name in seen:
-            raise invalid("leaves that their paths tell apart", f"two that are {name}", path)
+            raise invalid("leaves with different names", f"two leaves {name}", path)
         if len(name.encode()) > LONGEST:
-            raise invalid(f"a name of {LONGEST} bytes at most", len(name.encode()))
+            raise invalid(f"a name of at most {LONGEST} bytes", len(name.encode()))
         seen.add(name)
     return all_names
 
@@ -273,14 +273,14 @@ def names(structure: Structure, stage: str) -> list[str]:
 def _names(structure: Structure, prefix: str) -> Iterator[str]:
     if structure.rebuild is None:
         yield prefix
-    plain = [_plain(key) for key in structure.keys]
-    times = Counter(plain)
-    for key, word, child in zip(structure.keys, plain, structure.children, strict=True):
-        yield from _names(child, f"{prefix}/{word if word is not None and times[word] == 1 else key}")
+    words = [_unquoted(key) for key in structure.keys]
+    counts = Counter(words)
+    for key, word, child in zip(structure.keys, words, structure.children, strict=True):
+        yield from _names(child, f"{prefix}/{word if word is not None and counts[word] == 1 else key}")
 
 
-def _plain(key: str) -> str | None:
-    """The key without its brackets and quotes; None if it could be taken for another one, or for several."""
+def _unquoted(key: str) -> str | None:
+    """Returns the key without brackets and quotes; None if the result would be ambiguous as a part of a name."""
     if (matched := _INDEX.fullmatch(key) or _FIELD.fullmatch(key)) is not None:
         return matched[1]
     if not (key.startswith(("['", '["')) and key.endswith(("']", '"]'))):
@@ -289,5 +289,5 @@ def _plain(key: str) -> str | None:
         word = ast.literal_eval(key[1:-1])
     except (SyntaxError, ValueError):
         return None
-    legible = isinstance(word, str) and word.isprintable() and "/" not in word
-    return word if legible and word and not word.startswith(("[", ".")) else None
+    is_simple = isinstance(word, str) and word.isprintable() and "/" not in word
+    return word if is_simple and word and not word.startswith(("[", ".")) else None

@@ -98,7 +98,7 @@ def test_the_odd_replica_is_named_where_all_should_agree(tmp_path: Path) -> None
     a = write(tmp_path / "a.log", odd)
     report = compared(a, write(tmp_path / "b.log", odd))
     assert report.problems == tuple(
-        f"in step 1 of {side}, replica 2 differs from its twins in params/count" for side in "AB"
+        f"in step 1 of {side}, replica 2 differs from the others in params/count" for side in "AB"
     )
     assert not report.passes and report.first is None
 
@@ -143,7 +143,7 @@ def test_a_step_that_a_resumed_run_repeats(tmp_path: Path) -> None:
     assert compared(a, b).passes
     write(b, {(3, 0): CLEAN[2, 0]})
     assert (report := compared(a, b)).first is not None and (report.first.step, report.first.replica) == (3, 0)
-    at_odds = "B has step 3 of replica 0 3 times, and not with the same digests: of gradients/b first"
+    at_odds = "B has step 3 of replica 0 3 times, with different digests, of gradients/b first"
     assert at_odds in report.problems
     write(b, {(3, 0): CLEAN[3, 0]})
     assert (report := compared(a, b)).first is None and len(report.problems) == 1
@@ -175,7 +175,7 @@ def test_damage_and_other_files_are_refused(tmp_path: Path) -> None:
         "twins among": lambda: FlightRecorder(tmp_path / "new.log", LIKE, twins=["parms"]),
         "of shape": lambda: write(tmp_path / "new.log", {(0, 0): gc.digest(LIKE)[:2]}),
         "received object of shape": lambda: write(tmp_path / "new.log", {(0, 0): object()}),
-        "steps from 0 on": lambda: write(tmp_path / "new.log", {(-1, 0): gc.digest(LIKE)}),
+        "a step of 0 or more": lambda: write(tmp_path / "new.log", {(-1, 0): gc.digest(LIKE)}),
     }.items():
         with pytest.raises(GradCombineError, match=expected):
             make()
@@ -279,6 +279,6 @@ def test_a_traced_step_below_zero_is_told_at_the_end_and_not_written(tmp_path: P
     recorder = FlightRecorder(path, value)
     for step in (-1, 3):
         jax.jit(lambda step: recorder(step, gc.digest(value)))(np.int32(step))
-    with pytest.raises(GradCombineError, match="FlightRecorder: expected steps from 0 on, received -1"):
+    with pytest.raises(GradCombineError, match="FlightRecorder: expected a step of 0 or more, received -1"):
         recorder.close()
     assert list(read_log(path).rows) == [(3, EVERY)]

@@ -78,8 +78,8 @@ class Nameless:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "keys that print alike": (0, {Nameless(): X, Nameless(): Y}, "leaves that their paths tell apart"),
-    "a name that is too long": (0, {"n" * (LONGEST - 9): X}, f"a name of {LONGEST} bytes at most"),
+    "keys that print alike": (0, {Nameless(): X, Nameless(): Y}, "leaves with different names"),
+    "a name that is too long": (0, {"n" * (LONGEST - 9): X}, f"a name of at most {LONGEST} bytes"),
     "float8, which .npz forgets": (0, {"w": X.astype(ml_dtypes.float8_e4m3fn)}, r"leaf \['w'\]: expected bfloat16"),
     "float8 of another kind": (0, {"w": X.astype(ml_dtypes.float8_e5m2)}, "received float8_e5m2"),
     "int4": (0, {"w": X.astype(ml_dtypes.int4)}, "received int4"),
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         r"leaf \['rng'\]: expected numbers \(of a random key, its jax.random",
     ),
     "no step": (None, X, "record: expected an array or a number, received None"),
-    "step -1": (-1, X, "expected steps from 0 on, received -1"),
+    "step -1": (-1, X, "expected a step of 0 or more, received -1"),
     "step 1.5": (1.5, X, "an integer scalar as the step, received float32"),
     "step True": (True, X, "an integer scalar as the step, received bool"),
     "two steps": (np.arange(2), X, r"an integer scalar as the step, received int64 of shape \(2,\)"),
