@@ -54,7 +54,7 @@ def verify_command(
     show(console, f"{verdict} ({report.seconds:.0f} s)", passes, outcomes.sections(outcomes.summary(report)))
     for finding in report.failed:
         # By name at the end, where a reader of a long output looks.
-        line = f"  {finding.name}: promised {finding.promise}, found {outcomes.found(finding)}"
+        line = f"  {finding.name}: promised {finding.promise}, found {outcomes.measured(finding)}"
         console.print(plain(line, "bold red"))
     files.write_json(outcomes.as_json(report))
     files.write_page("gradcombine verify", verdict, passes, outcomes.sections(report))

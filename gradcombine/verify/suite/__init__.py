@@ -1,1 +1,1 @@
-"""The `gradcombine verify` command: a real model's gradients, combined in every place and framework."""
+"""The `gradcombine verify` command: a real model's gradients, combined in all modes of all frameworks."""

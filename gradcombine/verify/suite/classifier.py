@@ -1,4 +1,4 @@
-"""The problem: handwritten digits, a small classifier, and its gradient without rounding, with bounds for float32."""
+"""The model: a small classifier of handwritten digits, its gradient in float64, and bounds of float32 errors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PIXELS, HIDDEN, CLASSES = 64, 48, 10
-"""Of rows of 32, XLA unrolls each loop, which takes three times as long to compile."""
+"""Layer sizes. With 32 hidden units, XLA would unroll the loops, and compile three times as long."""
 
 SIZES = (24, 56, 8, 24, 8, 56, 24, 8, 56, 24, 8, 56, 24, 8, 24, 56)
-"""The sizes of 16 microbatches: three different ones, since JAX compiles once for each size."""
+"""Sizes of 16 microbatches; only three different ones, as JAX compiles once for each size."""
 
 
 class Batch(NamedTuple):
-    """Some of the examples.
+    """A batch of examples.
 
     Attributes:
-      images: float32 [examples, 64], in sixteenths from 0 to 1.
+      images: float32 [examples, 64], multiples of 1/16 from 0 to 1.
       labels: int32 [examples].
     """
 
@@ -30,32 +30,32 @@ class Batch(NamedTuple):
 
 
 def load() -> Batch:
-    """All examples, in an order that is always the same.
+    """Loads all examples, in a fixed random order.
 
     References: E. Alpaydin and C. Kaynak, `Optical Recognition of Handwritten Digits
     <https://archive.ics.uci.edu/dataset/80>`_, 1998: its test set (CC BY 4.0).
     """
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["images"], file["labels"]
-    chosen = np.random.default_rng(0).permutation(len(labels))
-    return Batch((images[chosen] / 16).astype(np.float32), labels[chosen].astype(np.int32))
+    indices = np.random.default_rng(0).permutation(len(labels))
+    return Batch((images[indices] / 16).astype(np.float32), labels[indices].astype(np.int32))
 
 
 def cut(examples: Batch, sizes: Sequence[int], start: int = 0) -> Iterator[Batch]:
-    """One microbatch after another, from the example ``start`` on; the first example follows the last."""
+    """Cuts microbatches of these sizes, from example ``start`` on; wraps around after the last example."""
     for size in sizes:
-        chosen = np.arange(start, start + size) % len(examples.labels)
-        yield Batch(examples.images[chosen], examples.labels[chosen])
+        indices = np.arange(start, start + size) % len(examples.labels)
+        yield Batch(examples.images[indices], examples.labels[indices])
         start += size
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Several batches as one."""
+    """Concatenates batches."""
     return Batch(*map(np.concatenate, zip(*batches, strict=True)))
 
 
 def initial_parameters() -> dict[str, np.ndarray]:
-    """The weights that both frameworks start from: a dense classifier 64 - 48 (tanh) - 10."""
+    """Initial parameters of a dense classifier 64 - 48 (tanh) - 10, for both frameworks."""
     generator = np.random.default_rng(1)
     shapes = {"b1": (HIDDEN,), "b2": (CLASSES,), "w1": (PIXELS, HIDDEN), "w2": (HIDDEN, CLASSES)}
     scale = {name: shape[0] ** -0.5 if len(shape) == 2 else 0.1 for name, shape in shapes.items()}
@@ -63,14 +63,14 @@ def initial_parameters() -> dict[str, np.ndarray]:
 
 
 U = Fraction(1, 2**24)
-"""The unit roundoff of float32: one operation, rounded to nearest, is off by a factor within 1 +- U."""
+"""Unit roundoff of float32: an operation rounded to nearest is off by a factor within 1 +- U."""
 
 SMALLEST = Fraction(1, 2**126)
-"""The smallest normal float32. TensorFlow and XLA flush what is below it to zero."""
+"""Smallest normal float32. TensorFlow and XLA flush smaller values to zero."""
 
 
 def gamma(roundings: int) -> Fraction:
-    """The relative error of a product of so many factors within 1 +- U: ``n U / (1 - n U)``.
+    """Bound of the relative error of a product of ``roundings`` factors within 1 +- U: ``n U / (1 - n U)``.
 
     References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, lemma 3.1.
 
@@ -85,7 +85,7 @@ fractions = np.frompyfunc(Fraction, 1, 1)
 
 
 _UNITS = 2**149
-"""Each float32 is an integer over this. Python's integers are many times faster than its Fractions."""
+"""Common denominator of all float32 numbers; arithmetic of Python's integers is much faster than of Fractions."""
 
 _units: Any = np.frompyfunc(lambda value: int(math.ldexp(value, 149)), 1, 1)
 
@@ -104,32 +104,34 @@ def weighted_mean(values: Sequence[np.ndarray], weights: Sequence[int]) -> np.nd
 
 
 def rounding_bound(values: Sequence[np.ndarray], weights: Sequence[int], additions: int) -> np.ndarray:
-    """How far the float32 weighted mean may be from the exact one, elementwise, as Fractions.
+    """Bound of the distance of a float32 weighted mean from the exact one, elementwise, as Fractions.
 
-    Each term is rounded once as the product ``w * g``, once in each addition on its way to the total, and once in the
-    division: ``|error| <= gamma(additions + 2) * sum(w |g|) / sum(w)``. The sum of weights has to be exact, as that of
-    integers below 2**24 is. To this comes at most `SMALLEST` for every operation whose result may be flushed to zero.
+    Each term is rounded in the product ``w * g``, in each addition on its way to the total, and in the division:
+    ``|error| <= gamma(additions + 2) * sum(w |g|) / sum(w)``, plus `SMALLEST` for every operation whose result may be
+    flushed to zero. The sum of weights has to be exact, as it is for integers with a sum below 2**24.
 
     Args:
-      values, weights: the contributions: float32 arrays, and positive integers.
-      additions: the most additions between a term and the total: one less than the terms for a chain, and for an
-        order that is not known; ceil(log2(terms)) for the canonical tree.
+      values: float32 arrays.
+      weights: positive integers.
+      additions: maximum number of additions between a term and the total: the number of terms minus one for a chain or
+        an unknown order; ceil(log2(terms)) for the canonical tree.
     """
     flushed = (2 * len(values) + 1) * SMALLEST
     return gamma(additions + 2) * weighted_mean([np.abs(value) for value in values], weights) + flushed
 
 
 def share(distance: np.ndarray, bound: np.ndarray) -> float:
-    """The largest ratio of a distance to its bound: at most 1 if all keep to it. NaN counts as infinite.
+    """Largest ratio of a distance to its bound, at most 1 if all bounds hold; NaN counts as infinite.
 
     >>> import numpy as np
     >>> share(np.array([1.0, 0.0]), np.array([4.0, 0.0]))
     0.25
     """
-    return max(np.ravel(np.frompyfunc(_part, 2, 1)(distance, bound)).tolist(), default=0.0)
+    with np.errstate(invalid="ignore"):  # comparisons with NaN
+        return max(np.ravel(np.frompyfunc(_ratio, 2, 1)(distance, bound)).tolist(), default=0.0)
 
 
-def _part(distance: float | Fraction, bound: float | Fraction) -> float:
+def _ratio(distance: float | Fraction, bound: float | Fraction) -> float:
     if distance == 0:
         return 0.0
     if distance != distance or bound == 0:
@@ -140,27 +142,27 @@ def _part(distance: float | Fraction, bound: float | Fraction) -> float:
 _U = float(U)
 
 ELEMENTARY = 16 * _U
-"""The allowed relative error of tanh, exp and log: 8 ulp. The frameworks document none; theirs are a few ulp."""
+"""Allowed relative error of tanh, exp and log: 8 ulp. The frameworks do not document theirs, which is a few ulp."""
 
 _SECOND_ORDER = 1.01
-"""Products of two errors, and the rounding of float64 itself: below 2**-10 of the first-order terms."""
+"""Factor for products of two errors and for float64 rounding, which are below 2**-10 of the first-order terms."""
 
 
 def analyse(parameters: dict[str, np.ndarray], batch: Batch) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The mean loss over a batch, its gradient, and the bounds of their float32 errors.
+    """Computes the mean loss of a batch and its gradient, and bounds of their float32 errors.
 
     Args:
       parameters: float32 ``w1`` [64, 48], ``b1`` [48], ``w2`` [48, 10], ``b2`` [10].
       batch: n examples.
 
     Returns:
-      Two float64 trees with the parameters' keys and ``"loss"``: the values, and the largest errors in float32.
+      Two float64 dicts with the parameters' keys and ``"loss"``: the values, and the bounds.
     """
     w1, b1, w2, b2 = (parameters[name].astype(np.float64) for name in ("w1", "b1", "w2", "b2"))
     x, n = batch.images.astype(np.float64), len(batch.labels)
 
     hidden = np.tanh(x @ w1 + b1)
-    # tanh' <= 1: an error before tanh is no larger after it.
+    # tanh' <= 1: tanh does not amplify errors.
     hidden_error = _gamma(PIXELS + 1) * (np.abs(x) @ np.abs(w1) + np.abs(b1)) + ELEMENTARY * np.abs(hidden)
 
     logits = hidden @ w2 + b2
@@ -170,8 +172,8 @@ def analyse(parameters: dict[str, np.ndarray], batch: Batch) -> tuple[dict[str, 
     log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     softmax, expected = np.exp(shifted - log_sum), np.eye(CLASSES)[batch.labels]
     losses = -((shifted - log_sum) * expected).sum(axis=1)
-    # Absolute for log softmax, relative for softmax: the logits' error in the numerator and in the sum, the rounding of
-    # differences, and exp, a sum of ten, log (at most log 10 = 2.3) and exp once more.
+    # Absolute error of log softmax, which is the relative error of softmax: the error of the logits in the numerator
+    # and in the sum, the rounding of differences, of exp, of a sum of ten, of log (at most log 10 = 2.3), and of exp.
     row_error = (
         2 * logits_error.max(axis=1, keepdims=True) + 4 * _U * np.ptp(shifted, axis=1, keepdims=True) + 8 * ELEMENTARY
     )
@@ -204,7 +206,7 @@ def analyse(parameters: dict[str, np.ndarray], batch: Batch) -> tuple[dict[str, 
 def analyse_mean(
     parameters: dict[str, np.ndarray], batches: Sequence[Batch]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """`analyse` of the mean over several batches, weighted by their sizes, as a float32 combine computes it."""
+    """`analyse` for the mean over batches, weighted by their sizes, and combined in float32."""
     weights = [len(batch.labels) for batch in batches]
     values, bounds = zip(*(analyse(parameters, batch) for batch in batches), strict=True)
     rounding = _SECOND_ORDER * _gamma(len(batches) + 1)

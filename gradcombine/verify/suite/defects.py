@@ -1,4 +1,4 @@
-"""Steps with a defect, and one repaired: the answers of `gradcombine check` and `gradcombine audit`."""
+"""Steps with a known defect, and a correct one, as inputs of `gradcombine check` and `gradcombine audit`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gradcombine.verify.check import Verdict, check_step
 from gradcombine.verify.suite.outcomes import CLEAN, NAMED, Finding
 
 EXAMPLES, PARTS = 10, 4
-"""A batch that four microbatches do not divide evenly: 3, 3, 3 and 1 examples."""
+"""Size of a batch, and number of microbatches, which are of unequal size: 3, 3, 3 and 1 examples."""
 
 
 def checked(inputs: np.ndarray, targets: np.ndarray) -> Iterator[Finding]:
-    """A least-squares step of NumPy that averages its microbatches' means, and one that weighs them by their examples.
+    """Checks a least-squares step in NumPy that averages the microbatches' means, and one that weights them by size.
 
     Args:
-      inputs: float32 of shape (`EXAMPLES`, n).
-      targets: float32 of shape (`EXAMPLES`,).
+      inputs: float32 array of shape (`EXAMPLES`, n).
+      targets: float32 array of shape (`EXAMPLES`,).
     """
     steps = {"microbatches averaged": (False, NAMED), "weighted by examples": (True, CLEAN)}
     for name, (weighted, promise) in steps.items():
@@ -32,7 +32,7 @@ def checked(inputs: np.ndarray, targets: np.ndarray) -> Iterator[Finding]:
 
 
 def audited(report: Audit) -> Finding:
-    """The row of an audit of ``optax.MultiSteps``, whose optimizer runs for each microbatch."""
+    """Row for an audit of ``optax.MultiSteps``, which runs the optimizer in every call."""
     names = ", ".join(sorted({finding.name for finding in report.findings}))
     labels = {"asked": "audit", "step": "optax.MultiSteps", "answer": names or "no defect"}
     return Finding("defects", labels, NAMED, names == "optimizer-every-microbatch")

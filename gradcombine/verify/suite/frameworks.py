@@ -1,6 +1,6 @@
-"""Rows of the combine and steps of a training, whatever the framework: `with_jax` and `with_tensorflow` have programs.
+"""Rows of the combine and training steps, independent of the framework.
 
-Each of the two runs in a process of its own.
+The programs are in `with_jax` and `with_tensorflow`, which run in separate processes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from gradcombine.verify.suite.places import (
 )
 
 WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
-"""Of the training."""
+"""Training: number of windows, microbatches per window, learning rate."""
 
 Window = tuple[gc.Accumulator, AccumulateState]
 Compiled = Callable[[Callable[..., Tree]], Callable[..., Tree]]
 Spread = Callable[[Callable[..., Tree], int, tuple[Tree, np.ndarray]], list[Tree]]
-"""Runs a function on replicas, each with its block of stacked values and weights: each one's result."""
+"""Runs a function on replicas, each with its block of stacked values and weights; returns each replica's result."""
 
 Measure = Callable[[dict[str, Array], Batch], dict[str, Array]]
-"""From parameters and a batch to the mean loss and its gradient as one flat tree, of the framework's arrays."""
+"""Computes the mean loss of a batch and its gradient, as one flat dict of the framework's arrays."""
 
 Gradients = dict[str, np.ndarray]
 """A gradient and its loss."""
@@ -48,14 +48,14 @@ class Framework(NamedTuple):
     """Programs of a framework.
 
     Attributes:
-      name: of the framework.
-      array: from NumPy.
-      compiled: wrappers of a function that runs on one replica, by mode.
-      spread: by mode.
-      over: the replicas within such a function.
-      window: a full window of stacked values and weights, within such a function.
-      more: rows of one replica that are not of every mode, by mode and place.
-      on_demand: modes of ``spread`` that only ``--full`` runs.
+      name: name of the framework.
+      array: converts a NumPy array.
+      compiled: by mode, compiles a function for one replica.
+      spread: by mode, runs a function on replicas.
+      over: the replicas, inside such a function.
+      window: accumulates a full window from stacked values and weights, inside such a function.
+      more: additional rows of one replica, by mode and place.
+      on_demand: modes of ``spread`` that are run with ``--full`` only.
     """
 
     name: str
@@ -68,16 +68,16 @@ class Framework(NamedTuple):
     on_demand: frozenset[str] = frozenset()
 
     def cases(self, counts: Sequence[int], full: bool) -> Iterator[Case]:
-        """Rows of the combine, all of them if ``full``."""
-        alone = {
+        """Rows of the combine, including the modes ``on_demand`` if ``full``."""
+        one_replica = {
             (mode, place): partial(run, self, compiled)
-            for (mode, compiled), (place, run) in product(self.compiled.items(), _ON_ONE.items())
+            for (mode, compiled), (place, run) in product(self.compiled.items(), _ON_ONE_REPLICA.items())
         }
-        for order, ((mode, place), run) in product(ORDERS, (alone | dict(self.more)).items()):
+        for order, ((mode, place), run) in product(ORDERS, (one_replica | dict(self.more)).items()):
             yield Case(self.name, mode, place, 1, order, partial(run, order))
-        modes = [(mode, mapped) for mode, mapped in self.spread.items() if full or mode not in self.on_demand]
-        for (mode, mapped), order, (place, run), count in product(modes, ORDERS, _ON_SEVERAL.items(), counts):
-            yield Case(self.name, mode, place, count, order, partial(run, self, mapped, count, order))
+        modes = [(mode, spread) for mode, spread in self.spread.items() if full or mode not in self.on_demand]
+        for (mode, spread), order, (place, run), count in product(modes, ORDERS, _ON_REPLICAS.items(), counts):
+            yield Case(self.name, mode, place, count, order, partial(run, self, spread, count, order))
 
 
 def exported(tree: Tree) -> dict[str, np.ndarray]:
@@ -88,32 +88,32 @@ def measured(measure: Measure, parameters: Gradients, batches: Sequence[Batch]) 
     return [exported(measure(parameters, batch)) for batch in batches]
 
 
-def _arrays(framework: Framework, given: Contributions) -> tuple[list[Tree], list[Array]]:
-    values = [{name: framework.array(leaf) for name, leaf in value.items()} for value in given.values]
-    return values, [framework.array(np.float32(weight)) for weight in given.weights]
+def _arrays(framework: Framework, inputs: Contributions) -> tuple[list[Tree], list[Array]]:
+    values = [{name: framework.array(leaf) for name, leaf in value.items()} for value in inputs.values]
+    return values, [framework.array(np.float32(weight)) for weight in inputs.weights]
 
 
 _LISTS = {order: partial(over_list, order=order) for order in ORDERS}
 
 
-def _in_list(framework: Framework, compiled: Compiled, order: Order, given: Contributions) -> list[Tree]:
-    return [exported(compiled(_LISTS[order])(*_arrays(framework, given)))]
+def _in_list(framework: Framework, compiled: Compiled, order: Order, inputs: Contributions) -> list[Tree]:
+    return [exported(compiled(_LISTS[order])(*_arrays(framework, inputs)))]
 
 
-def _in_time(framework: Framework, compiled: Compiled, order: Order, given: Contributions) -> list[Tree]:
-    accumulator, state = over_time(*_arrays(framework, given), order, compiled)
+def _in_time(framework: Framework, compiled: Compiled, order: Order, inputs: Contributions) -> list[Tree]:
+    accumulator, state = over_time(*_arrays(framework, inputs), order, compiled)
     return [exported(accumulator.value(state))]
 
 
-def _on_replicas(framework: Framework, spread: Spread, count: int, order: Order, given: Contributions) -> list[Tree]:
-    return spread(partial(over_replicas, over=framework.over, order=order), count, given.stacked(count))
+def _on_replicas(framework: Framework, spread: Spread, count: int, order: Order, inputs: Contributions) -> list[Tree]:
+    return spread(partial(over_replicas, over=framework.over, order=order), count, inputs.stacked(count))
 
 
-def _in_windows(framework: Framework, spread: Spread, count: int, order: Order, given: Contributions) -> list[Tree]:
+def _in_windows(framework: Framework, spread: Spread, count: int, order: Order, inputs: Contributions) -> list[Tree]:
     def run(values: Tree, weights: Array) -> Tree:
         return merged(framework.window(values, weights, order), framework.over, order)
 
-    return spread(run, count, given.stacked(count, len(given.weights) // count))
+    return spread(run, count, inputs.stacked(count, len(inputs.weights) // count))
 
 
 def eager(function: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -127,20 +127,20 @@ def unrolled(compiled: Compiled, values: Tree, weights: Array, order: Order) -> 
     )
 
 
-def _alone(function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
-    return [function({name: x[rank] for name, x in dealt[0].items()}, dealt[1][rank]) for rank in range(count)]
+def _loop(function: Callable[..., Tree], count: int, stacked: tuple[Tree, np.ndarray]) -> list[Tree]:
+    return [function({name: x[rank] for name, x in stacked[0].items()}, stacked[1][rank]) for rank in range(count)]
 
 
-_ON_ONE = {LIST: _in_list, TIME: _in_time}
-_ON_SEVERAL = {REPLICAS: _on_replicas, TIME_AND_REPLICAS: _in_windows}
+_ON_ONE_REPLICA = {LIST: _in_list, TIME: _in_time}
+_ON_REPLICAS = {REPLICAS: _on_replicas, TIME_AND_REPLICAS: _in_windows}
 
 _NUMPY = Framework("numpy", np.asarray, {"eager": eager}, {}, gc.LOCAL, partial(unrolled, eager), {})
-NUMPY = _NUMPY._replace(more={("eager", place): partial(run, _NUMPY, _alone, 1) for place, run in _ON_SEVERAL.items()})
-"""The reference, which has one replica."""
+NUMPY = _NUMPY._replace(more={("eager", place): partial(run, _NUMPY, _loop, 1) for place, run in _ON_REPLICAS.items()})
+"""The reference, with a single replica."""
 
 
 def windows(examples: Batch) -> list[list[Batch]]:
-    """The microbatches of all windows: each window has the same sizes, and goes on where the last one ended."""
+    """Microbatches of all windows, which have the same sizes and cover consecutive examples."""
     sizes = SIZES[:EVERY]
     return [list(cut(examples, sizes, window * sum(sizes))) for window in range(WINDOWS)]
 
@@ -148,12 +148,13 @@ def windows(examples: Batch) -> list[list[Batch]]:
 def steps(
     framework: Framework, measure: Measure, windows: list[list[Batch]], weighted: bool = True
 ) -> Iterator[tuple[Gradients, Gradients]]:
-    """Gradient descent, a step a window, with the loss averaged in the same tree as the gradients.
+    """Runs gradient descent with one step per window; the loss is averaged in the same tree as the gradients.
 
     Args:
-      framework, measure: that compute it.
-      windows: of microbatches.
-      weighted: by the number of examples; otherwise the mean of the microbatches' means.
+      framework: the framework.
+      measure: computes the gradient of a microbatch and its loss.
+      windows: the microbatches of each window.
+      weighted: whether to weight microbatches by their number of examples; otherwise a mean of means is computed.
 
     Yields:
       The parameters before a step, and the window's mean loss and gradient.
@@ -172,10 +173,10 @@ def steps(
 
 
 STEPS_EVERY, ROWS, RATE = 4, 8, 0.1
-"""Of the steps that are audited: microbatches of a window, examples of each, the optimizer's rate."""
+"""Audited steps: microbatches per window, examples per microbatch, learning rate."""
 
 
 def in_tensorflow(name: str = "", *arguments: object) -> Any:
-    """Calls a function of `with_tensorflow`, in the process that imports TensorFlow; without a name, imports it."""
+    """Calls a function of `with_tensorflow`, which imports TensorFlow; without a name, only imports it."""
     module = import_module("gradcombine.verify.suite.with_tensorflow")
     return getattr(module, name)(*arguments) if name else None

@@ -1,7 +1,7 @@
 # pyright: standard
-"""The places where gradients are combined, the promise of a row of each, a judge of it, and the devices it runs on.
+"""Rows of the combine: what they compute, what they promise (`promised`), and how they are checked (`Judge`).
 
-The combine promises bits or a rounding bound: `promised`. A fault that breaks the promise: `flip_lowest_bit`.
+`flip_lowest_bit` injects a fault that breaks a promise. `prepare_devices` and `prepare_tensorflow` set up the devices.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ ORDERS: tuple[Order, ...] = ("sequential", "tree")
 
 
 class Contributions(NamedTuple):
-    """Numbered gradients, the same for every row.
+    """Gradients of microbatches, the input of every row.
 
     Attributes:
       values: flat dicts of float32 arrays.
-      weights: the number of examples behind each.
+      weights: number of examples of each microbatch.
     """
 
     values: Sequence[Tree]
     weights: Sequence[int]
 
     def stacked(self, *shape: int) -> tuple[Tree, np.ndarray]:
-        """Values and weights (float32) with these leading axes in place of the list."""
-        names = self.values[0]
-        values = {name: np.stack([value[name] for value in self.values]) for name in names}
-        dealt = {name: value.reshape(*shape, *value.shape[1:]) for name, value in values.items()}
-        return dealt, np.array(self.weights, np.float32).reshape(shape)
+        """Stacks the values and the weights (float32) along leading axes of this shape."""
+        stacked = {name: np.stack([value[name] for value in self.values]) for name in self.values[0]}
+        reshaped = {name: value.reshape(*shape, *value.shape[1:]) for name, value in stacked.items()}
+        return reshaped, np.array(self.weights, np.float32).reshape(shape)
 
 
 class Case(NamedTuple):
-    """A row: what combines, where and in which order.
+    """A row of the combine.
 
     Attributes:
-      place: over replicas alone each replica has one contribution, so there are as many as replicas. In the other
-        places there are all; over time and replicas, replica r has the r-th block of them.
-      run: from those `contributions` to the result of every replica, as NumPy trees.
+      framework, mode: how the program is run.
+      place: what is combined: over replicas, each replica has one contribution, so there are as many as replicas; in
+        all other places, all contributions; over time and replicas, replica r has the r-th block of them.
+      replicas: number of replicas.
+      order: order of addition.
+      run: computes the result of every replica, as NumPy trees, from `contributions`.
     """
 
     framework: str
@@ -74,7 +76,7 @@ def over_list(values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -
 def over_time(
     values: Sequence[Tree], weights: Sequence[Scalar], order: Order, compiled: Callable[..., Any]
 ) -> tuple[gc.Accumulator, AccumulateState]:
-    """A full window and the accumulator it belongs to; ``compiled`` is applied to the update of one contribution."""
+    """Accumulates a full window, with the update compiled by ``compiled``; returns the accumulator and its state."""
     accumulator = gc.accumulate(MEAN, every=len(values), order=order)
     update, state = compiled(accumulator.update), accumulator.init(values[0])
     for value, weight in zip(values, weights, strict=True):
@@ -87,17 +89,17 @@ def over_replicas(value: Tree, weight: Scalar, over: Collective, order: Order) -
 
 
 def merged(window: tuple[gc.Accumulator, AccumulateState], over: Collective, order: Order) -> Tree:
-    """The value of a window that was merged over the replicas."""
+    """Merges a window over the replicas, and returns its value."""
     accumulator, state = window
     return accumulator.value(gc.merge_replicas(MEAN, state, over=over, order=order))
 
 
 def promised(case: Case) -> str:
-    """`BITS` or `BOUND`.
+    """Promise of a row: `BITS` or `BOUND`.
 
-    The canonical tree gives the same bits in every mode, in every place and for every number of replicas; so does the
-    sequential order where nothing is exchanged. The sequential order over replicas is the order of the framework's own
-    all-reduce, which promises none. The list in NumPy is the reference itself, held against the exact value alone.
+    The canonical tree gives the same bits in every mode and place, for every number of replicas; so does the sequential
+    order without replicas. Over replicas, the sequential order is that of the framework's all-reduce, which does not
+    promise bits. The list in NumPy is the reference, and is compared with the exact value only.
     """
     if case.framework == "numpy":
         return BOUND if case.place == LIST else BITS
@@ -105,12 +107,12 @@ def promised(case: Case) -> str:
 
 
 class Expected(NamedTuple):
-    """Expected results of some contributions in some order, leaf by leaf.
+    """Expected result for a number of contributions and an order.
 
     Attributes:
-      reference: NumPy's list.
-      exact: the exact weighted mean, and how far rounding may lead from it, as object arrays of Fractions.
-      shares: how much of its bound each result took up that was measured already, by its bytes.
+      reference: result of NumPy's list.
+      exact: per leaf, the exact weighted mean and the rounding bound, as object arrays of Fractions.
+      shares: cache of `share`, by the bytes of a result.
     """
 
     reference: Tree
@@ -118,27 +120,28 @@ class Expected(NamedTuple):
     shares: dict[bytes, float]
 
     def share(self, result: Tree) -> float:
+        """Largest distance from the exact mean, divided by its bound."""
         key = b"".join(result[name].tobytes() for name in self.exact)
         if key not in self.shares:
             self.shares[key] = max(
-                problem.share(_off(result[name], x), bound) for name, (x, bound) in self.exact.items()
+                problem.share(_distance(result[name], x), bound) for name, (x, bound) in self.exact.items()
             )
         return self.shares[key]
 
 
 class Judge:
-    """Measures rows against NumPy's list of the same contributions in the same order, and against the exact mean.
+    """Compares rows with NumPy's list of the same contributions in the same order, and with the exact mean.
 
     Args:
-      contributions: all of them, uncorrupted.
+      contributions: all contributions, uncorrupted.
     """
 
     def __init__(self, contributions: Contributions) -> None:
         self._contributions = contributions
-        self._kept: dict[tuple[int, str], Expected] = {}
+        self._cache: dict[tuple[int, str], Expected] = {}
 
     def finding(self, case: Case, results: list[Tree]) -> Finding:
-        """Judges the results of a row over all of its replicas: the worst counts."""
+        """Judges a row by the worst of its replicas' results."""
         expected = self._expected(case)
         pairs = [(result[name], leaf) for result in results for name, leaf in expected.reference.items()]
         equal = all(equal_bits(a, b) for a, b in pairs)
@@ -150,28 +153,28 @@ class Judge:
     def _expected(self, case: Case) -> Expected:
         values, weights = case.contributions(self._contributions)
         count = len(weights)
-        if (count, case.order) not in self._kept:
+        if (count, case.order) not in self._cache:
             additions = count - 1 if case.order == "sequential" else (count - 1).bit_length()
             columns = {name: [value[name] for value in values] for name in values[0]}
             exact = {
                 name: (problem.weighted_mean(x, weights), problem.rounding_bound(x, weights, additions))
                 for name, x in columns.items()
             }
-            self._kept[count, case.order] = Expected(over_list(values, weights, case.order), exact, {})
-        return self._kept[count, case.order]
+            self._cache[count, case.order] = Expected(over_list(values, weights, case.order), exact, {})
+        return self._cache[count, case.order]
 
 
 def combine(
     cases: Sequence[Case],
     contributions: Contributions,
-    started: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str], None] = lambda name: None,
     corrupted: Case | None = None,
 ) -> list[Finding]:
-    """The findings of some rows; ``corrupted`` gets its contributions with one bit flipped."""
+    """Runs and judges rows; the row ``corrupted`` gets contributions with one flipped bit."""
     judge = Judge(contributions)
     findings: list[Finding] = []
     for case in cases:
-        started(f"{case.framework}, {case.mode}, {case.place}")
+        progress(f"{case.framework}, {case.mode}, {case.place}")
         inputs = case.contributions(contributions)
         if case is corrupted:
             inputs = flip_lowest_bit(case, inputs)
@@ -179,34 +182,34 @@ def combine(
     return findings
 
 
-def _off(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """The distance from the exact mean, as Fractions; infinite where the result is not finite."""
+def _distance(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Distance from the exact mean, as Fractions; infinite if the result is not finite."""
     if not np.isfinite(result).all():
         return np.full(np.shape(mean), np.inf)
     return np.abs(problem.fractions(result) - mean)
 
 
 def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[int, float]:
-    """The largest distance of any leaf from its reference: in ulp, and relative to the leaf's largest magnitude."""
+    """Largest distance of leaves from their references, in ulp and relative to the leaf's largest magnitude."""
     with np.errstate(all="ignore"):
         relative = [float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() or 1)) for a, b in pairs]
     return max(int(ulp_distance(a, b).max()) for a, b in pairs), max(relative)
 
 
 def flip_lowest_bit(case: Case, contributions: Contributions) -> Contributions:
-    """The contributions of a case with the lowest mantissa bit of one element of the first one flipped.
+    """Flips the lowest mantissa bit of one element of the first contribution.
 
-    The combine rounds, and may round the flipped bit away: the element is one where it does not.
+    The element is one for which the flipped bit changes the result, and is not lost by rounding.
     """
     (first, *others), weights = contributions
     flipped = {name: (leaf.view(np.uint32) ^ np.uint32(1)).view(np.float32) for name, leaf in first.items()}
     before = over_list(*contributions, case.order)
     after = over_list([flipped, *others], weights, case.order)
-    name, seen = next(
+    name, indices = next(
         (name, np.argwhere(before[name] != after[name])) for name in first if (before[name] != after[name]).any()
     )
     corrupted = first[name].copy()
-    corrupted[tuple(seen[0])] = flipped[name][tuple(seen[0])]
+    corrupted[tuple(indices[0])] = flipped[name][tuple(indices[0])]
     return Contributions([first | {name: corrupted}, *others], weights)
 
 
@@ -214,7 +217,7 @@ DEVICES = 8
 
 
 def prepare_devices() -> None:
-    """Sets the variables that JAX and TensorFlow read as they are imported."""
+    """Sets environment variables that JAX and TensorFlow read on import."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -222,18 +225,18 @@ def prepare_devices() -> None:
 
 
 def prepare_tensorflow() -> None:
-    """`prepare_devices`, then makes TensorFlow's.
+    """Calls `prepare_devices`, imports TensorFlow and configures its logical CPUs.
 
     Raises:
-      RuntimeError: where TensorFlow has run already in this process.
+      RuntimeError: if TensorFlow is already initialized in this process.
     """
     prepare_devices()
-    # TensorFlow would import it, for its converter to TensorFlow Lite.
+    # TensorFlow would import JAX, for its converter to TensorFlow Lite.
     sys.modules.setdefault("jax", None)  # pyright: ignore[reportArgumentType]
     with _silent():
         import tensorflow as tf  # after the settings above
 
-    # The bits are compared on CPU, whatever else the machine has.
+    # Bits are compared on the CPU only.
     tf.config.set_visible_devices([], "GPU")
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
@@ -242,12 +245,12 @@ def prepare_tensorflow() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keeps off the screen what TensorFlow's C++ code writes to stderr before it reads its log level."""
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    """Discards the messages that TensorFlow's C++ code writes to stderr before it reads its log level."""
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)

@@ -1,7 +1,7 @@
-"""The whole verification, one step at a time: the combine, the models, a training in both frameworks, an audit.
+"""Runs the verification: combine, models, training in both frameworks, audits.
 
-The frameworks' kernels (matmul, tanh, softmax) add in orders of their own, so of gradients no bits are promised: two
-float32 computations of one gradient are as far apart as both their errors, bounded in `classifier`, at most.
+The summation order of the frameworks' kernels (matmul, tanh, softmax) is unspecified, so no bits are promised for
+gradients: two float32 computations of a gradient differ by at most the sum of their error bounds, from `classifier`.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from gradcombine.verify.suite.outcomes import BOUND, CLEAN, DIFFERS, Finding, Re
 from gradcombine.verify.suite.places import Contributions, combine
 
 COUNTS = (1, 2, 4, 8)
-"""All numbers of replicas."""
+"""Numbers of replicas."""
 
 ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS", "OMP_NUM_THREADS")
 """Variables that change the frameworks' kernels."""
 
-Trained = list[tuple[Gradients, Gradients]]
+Training = list[tuple[Gradients, Gradients]]
 """For each window, the parameters before it, and its mean gradient and loss."""
 
 
-def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str, int], None]) -> Report:
-    """Runs all the rows: TensorFlow's in a process of their own, so that this one does not import it.
+def verify(replicas: int, full: bool, inject_fault: bool, progress: Callable[[str, int], None]) -> Report:
+    """Runs the verification; TensorFlow runs in a separate process, and is not imported in this one.
 
     Args:
       replicas: the largest number of replicas.
-      full: whether all of `COUNTS` up to it are run, and not 2 and it alone; and in all modes.
-      inject_fault: whether one bit of one row's input is flipped, the last of those that promise bits, and the audit
-        gets a step with a defect.
-      started: called as each step begins, with its name and the number of all the steps.
+      full: whether to run all numbers of replicas in `COUNTS`, instead of 2 and the largest, and all modes.
+      inject_fault: whether to flip one bit in the input of the last row that promises bits, and to audit a step with a
+        defect.
+      progress: called at the start of each step, with its name and the total number of steps.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     counts = counts_of(replicas, full)
-    with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_tensorflow) as beside:
-        beside.submit(frameworks.in_tensorflow)
-        findings, curves = _rows(counts, full, inject_fault, started, beside)
+    with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_tensorflow) as executor:
+        executor.submit(frameworks.in_tensorflow)
+        findings, curves = _rows(counts, full, inject_fault, progress, executor)
     command = f"gradcombine verify --replicas {replicas}{' --full' * full}{' --inject-fault' * inject_fault}"
-    return Report(findings, curves, _settings(command, counts, inject_fault), time.perf_counter() - begun)
+    return Report(findings, curves, _settings(command, counts, inject_fault), time.perf_counter() - start)
 
 
 def counts_of(replicas: int, full: bool) -> list[int]:
-    """The numbers of replicas that are run.
+    """Numbers of replicas to run.
 
     >>> counts_of(8, full=False), counts_of(8, full=True), counts_of(2, full=False), counts_of(1, full=False)
     ([2, 8], [1, 2, 4, 8], [2], [1])
@@ -69,56 +69,57 @@ def _rows(
     counts: list[int],
     full: bool,
     inject_fault: bool,
-    started: Callable[[str, int], None],
-    beside: ProcessPoolExecutor,
+    progress: Callable[[str, int], None],
+    executor: ProcessPoolExecutor,
 ) -> tuple[list[Finding], dict[str, list[float]]]:
-    own = [*NUMPY.cases(counts, full), *with_jax.JAX.cases(counts, full)]
-    count, replicas = len(own) + 5, min(2, max(counts))
+    cases = [*NUMPY.cases(counts, full), *with_jax.JAX.cases(counts, full)]
+    steps, replicas = len(cases) + 5, min(2, max(counts))
     examples, parameters = problem.load(), problem.initial_parameters()
     batches = list(problem.cut(examples, problem.SIZES))
-    whole = problem.join(batches)
+    full_batch = problem.join(batches)
 
-    started("gradients of the microbatches", count)
+    progress("gradients of the microbatches", steps)
     sizes = [len(batch.labels) for batch in batches]
-    *values, reference = frameworks.measured(with_jax.measure, parameters, [*batches, whole])
-    # One source for every row: what differs then is the combine.
+    *values, jax_reference = frameworks.measured(with_jax.measure, parameters, [*batches, full_batch])
+    # The input of every row of the combine, so that only the combine can differ.
     source = Contributions(values, sizes)
     tensorflow = {
-        name: beside.submit(frameworks.in_tensorflow, name, *arguments)
+        name: executor.submit(frameworks.in_tensorflow, name, *arguments)
         for name, *arguments in (
-            ("gradients", parameters, [*batches, whole]),
+            ("gradients", parameters, [*batches, full_batch]),
             ("combined", counts, full, source, inject_fault),
             ("trained", examples),
             ("audited", replicas),
         )
     }
-    started("a step with a defect, and repaired", count)
+    progress("a step with a defect, and repaired", steps)
     few = slice(defects.EXAMPLES)
-    accused = list(defects.checked(examples.images[few], examples.labels[few].astype(np.float32)))
-    rows = combine(own, source, lambda name: started(name, count))
-    started("training", count)
+    checks = list(defects.checked(examples.images[few], examples.labels[few].astype(np.float32)))
+    rows = combine(cases, source, lambda name: progress(name, steps))
+    progress("training", steps)
     windows = frameworks.windows(examples)
-    trained = {"jax": list(frameworks.steps(with_jax.JAX, with_jax.measure, windows))}
+    trainings = {"jax": list(frameworks.steps(with_jax.JAX, with_jax.measure, windows))}
     contrast = list(frameworks.steps(with_jax.JAX, with_jax.measure, windows, weighted=False))
-    started("audit", count)
+    progress("audit", steps)
     audits = with_jax.audited(replicas)
-    multi = audits.pop("optax.MultiSteps")
-    audits["accumulate"] = multi if inject_fault else audits["accumulate"]
-    started("TensorFlow's rows, in a process of their own", count)
-    *others, other = tensorflow["gradients"].result()
-    contributions = {"jax": source, "tensorflow": Contributions(others, sizes)}
-    models = list(_models(contributions, {"jax": reference, "tensorflow": other}, parameters, batches))
+    multi_steps = audits.pop("optax.MultiSteps")
+    audits["accumulate"] = multi_steps if inject_fault else audits["accumulate"]
+    progress("TensorFlow's rows, in a separate process", steps)
+    *tensorflow_values, tensorflow_reference = tensorflow["gradients"].result()
+    contributions = {"jax": source, "tensorflow": Contributions(tensorflow_values, sizes)}
+    references = {"jax": jax_reference, "tensorflow": tensorflow_reference}
+    models = list(_model_rows(contributions, references, parameters, batches))
     rows += tensorflow["combined"].result()
-    trained["tensorflow"] = tensorflow["trained"].result()
-    curves = {name: _losses(each) for name, each in [*trained.items(), ("mean of means", contrast)]}
+    trainings["tensorflow"] = tensorflow["trained"].result()
+    curves = {name: _losses(training) for name, training in [*trainings.items(), ("mean of means", contrast)]}
     names = {name: [x.name for x in report.findings] for name, report in audits.items()}
-    clean = _audited(names | {"AccumulatedStep": tensorflow["audited"].result()})
-    training = _training_findings(trained, curves, windows)
-    return [*rows, *models, *accused, defects.audited(multi), *training, clean], curves
+    clean = _audit_row(names | {"AccumulatedStep": tensorflow["audited"].result()})
+    training_rows = _training_rows(trainings, curves, windows)
+    return [*rows, *models, *checks, defects.audited(multi_steps), *training_rows, clean], curves
 
 
-def _audited(findings: dict[str, list[str]]) -> Finding:
-    """The row of the library's own steps, in which an audit has to find nothing."""
+def _audit_row(findings: dict[str, list[str]]) -> Finding:
+    """Row for the audits of the library's steps, which must not have findings."""
     defects = "; ".join(f"{name}: {', '.join(sorted(set(names)))}" for name, names in findings.items() if names)
     return Finding("audit", {"steps": ", ".join(findings), "defects": defects or "none"}, CLEAN, not defects)
 
@@ -145,17 +146,16 @@ def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, 
     }
 
 
-def _models(
+def _model_rows(
     contributions: dict[str, Contributions],
     references: dict[str, Gradients],
     parameters: Gradients,
     batches: Sequence[Batch],
 ) -> Iterator[Finding]:
-    """The weighted mean equals the full batch's gradient up to rounding, a mean of means does not; and how far the two
-    frameworks' gradients of that batch are apart, leaf by leaf.
+    """Compares weighted means, and means of means, with the full batch's gradient, and the gradients of JAX with those
+    of TensorFlow, leaf by leaf.
     """
-    whole = problem.join(batches)
-    bounds, mean_bounds = analyse(parameters, whole)[1], analyse_mean(parameters, batches)[1]
+    bounds, mean_bounds = analyse(parameters, problem.join(batches))[1], analyse_mean(parameters, batches)[1]
     for framework, (values, weights) in contributions.items():
         reference = references[framework]
         for combined, scale in (("weighted mean", weights), ("mean of means", None)):
@@ -172,34 +172,34 @@ def _models(
         yield Finding("kernels", labels, BOUND, share <= 1, *places.distances([(a, b)]), share, equal_bits(a, b))
 
 
-def _share(a: np.ndarray, b: np.ndarray, allowed: np.ndarray) -> float:
-    return problem.share(np.abs(np.float64(a) - b), allowed)
+def _share(a: np.ndarray, b: np.ndarray, bound: np.ndarray) -> float:
+    return problem.share(np.abs(np.float64(a) - b), bound)
 
 
-def _losses(steps: Trained) -> list[float]:
-    return [float(measured["loss"]) for _, measured in steps]
+def _losses(training: Training) -> list[float]:
+    return [float(mean["loss"]) for _, mean in training]
 
 
-def _training_findings(
-    trained: dict[str, Trained], curves: dict[str, list[float]], windows: list[list[Batch]]
+def _training_rows(
+    trainings: dict[str, Training], curves: dict[str, list[float]], windows: list[list[Batch]]
 ) -> Iterator[Finding]:
-    """Each step follows the gradient of its whole window, the loss falls, and the curves stay together.
+    """Checks that each step is along the window's gradient, that the loss decreases, and that the curves agree.
 
-    A bound of how far two trainings may part would have to follow rounding errors through every step. Instead each
-    step is held against the exact gradient at the parameters that it starts from, which bounds what the step itself
-    adds; and the curves have to be nearer to each other than to what dropping the weights makes of them.
+    To bound the distance of two trainings, rounding errors would have to be propagated through all steps. Instead each
+    step is compared with the exact gradient at the parameters before it, and the distance of the frameworks' curves
+    with the distance to a training without weights.
     """
-    for name, steps in trained.items():
+    for name, training in trainings.items():
         shares: list[float] = []
-        for (parameters, measured), batches in zip(steps, windows, strict=True):
+        for (parameters, mean), batches in zip(training, windows, strict=True):
             values, bounds = analyse_mean(parameters, batches)
-            shares += [problem.share(np.abs(measured[leaf] - values[leaf]), bounds[leaf]) for leaf in bounds]
-        yield _finding(name, "every step is the window's gradient", BOUND, max(shares))
-        yield _finding(name, "last loss / first loss", "falls", curves[name][-1] / curves[name][0])
+            shares += [problem.share(np.abs(mean[leaf] - values[leaf]), bounds[leaf]) for leaf in bounds]
+        yield _training_row(name, "every step is the window's gradient", BOUND, max(shares))
+        yield _training_row(name, "last loss / first loss", "falls", curves[name][-1] / curves[name][0])
     jax, tensorflow, contrast = map(np.array, curves.values())
-    apart, dropped = float(np.abs(jax - tensorflow).max()), float(np.abs(jax - contrast).max())
-    yield _finding("jax, tensorflow", "distance of the curves / distance without weights", "nearer", apart / dropped)
+    ratio = float(np.abs(jax - tensorflow).max()) / float(np.abs(jax - contrast).max())
+    yield _training_row("jax, tensorflow", "distance of the curves / distance without weights", "nearer", ratio)
 
 
-def _finding(framework: str, law: str, promise: str, share: float) -> Finding:
+def _training_row(framework: str, law: str, promise: str, share: float) -> Finding:
     return Finding("training", {"framework": framework, "law": law}, promise, share <= 1, share=share)

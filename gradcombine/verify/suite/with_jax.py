@@ -1,5 +1,5 @@
 # pyright: standard
-"""JAX: eager, jit and scan; pmap and shard_map over virtual CPU devices; the library's steps, compiled."""
+"""Programs of JAX: eager, jit, scan; pmap and shard_map over virtual CPU devices; audits of the library's steps."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from gradcombine.verify.suite.outcomes import TIME
 from gradcombine.verify.suite.places import MEAN, Contributions
 
 
-def _in_scan(order: Order, given: Contributions) -> list[Tree]:
+def _in_scan(order: Order, inputs: Contributions) -> list[Tree]:
     @jax.jit
     def run(values: Tree, weights: jax.Array) -> Tree:
         accumulator, state = _scan(values, weights, order)
         return accumulator.value(state)
 
-    return [exported(run(*given.stacked(len(given.weights))))]
+    return [exported(run(*inputs.stacked(len(inputs.weights))))]
 
 
 def _scan(values: Tree, weights: jax.Array, order: Order) -> Window:
     accumulator = gc.accumulate(MEAN, every=len(weights), order=order)
-    empty = accumulator.init(jax.tree.map(lambda value: value[0], values))
+    initial = accumulator.init(jax.tree.map(lambda value: value[0], values))
 
     def step(state: AccumulateState, contribution: tuple[Tree, Array]) -> tuple[AccumulateState, None]:
         return accumulator.update(contribution[0], state, contribution[1]), None
 
-    return accumulator, lax.scan(step, empty, (values, weights))[0]
+    return accumulator, lax.scan(step, initial, (values, weights))[0]
 
 
-def _pmap(function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
-    return _by_rank(jax.pmap(function, "data", devices=jax.devices()[:count])(*dealt), count)
+def _pmap(function: Callable[..., Tree], count: int, stacked: tuple[Tree, np.ndarray]) -> list[Tree]:
+    return _by_rank(jax.pmap(function, "data", devices=jax.devices()[:count])(*stacked), count)
 
 
 def _shard_map(
-    check_vma: bool, function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]
+    check_vma: bool, function: Callable[..., Tree], count: int, stacked: tuple[Tree, np.ndarray]
 ) -> list[Tree]:
     def local(*blocks: Tree) -> Tree:
         result = function(*jax.tree.map(lambda block: block[0], blocks))
         return jax.tree.map(lambda leaf: leaf[None], result)
 
     mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
-    # Results are stacked by replica, so that each replica's is checked.
+    # Results are stacked by replica, so that each replica's result is checked.
     spec = PartitionSpec("data")
     sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
-    return _by_rank(jax.jit(sharded)(*dealt), count)
+    return _by_rank(jax.jit(sharded)(*stacked), count)
 
 
 def _by_rank(stacked: Tree, count: int) -> list[Tree]:
@@ -92,7 +92,7 @@ def measure(parameters: dict[str, Array], batch: Batch) -> dict[str, Array]:
 
 
 def audited(replicas: int) -> dict[str, Audit]:
-    """Audits of the library's own steps, and of `optax.MultiSteps`, whose optimizer runs in each call."""
+    """Audits the library's steps, and `optax.MultiSteps`, which runs the optimizer in every call."""
     return {
         "a window in one call": _step(replicas, microbatches=STEPS_EVERY, over=gc.jax_axis("data")),
         "a microbatch in each call": _step(replicas, every=STEPS_EVERY),
@@ -104,7 +104,7 @@ def audited(replicas: int) -> dict[str, Audit]:
 def _step(replicas: int, **settings: Any) -> Audit:
     mesh = Mesh(np.array(jax.devices()[:replicas]), ("data",))
 
-    def placed(tree: Tree, *axes: str) -> Tree:
+    def specs(tree: Tree, *axes: str) -> Tree:
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -113,7 +113,7 @@ def _step(replicas: int, **settings: Any) -> Audit:
     rows = replicas * STEPS_EVERY * ROWS
     batch = np.zeros((rows, PIXELS), np.float32), np.zeros(rows, np.int32)
     state = jax.eval_shape(step.init, parameters)
-    return audit(step.compiled, placed(parameters), placed(state), placed(batch, "data"))
+    return audit(step.compiled, specs(parameters), specs(state), specs(batch, "data"))
 
 
 def _transformation(tx: Any) -> Audit:

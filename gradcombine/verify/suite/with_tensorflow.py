@@ -1,7 +1,7 @@
 # pyright: standard
-"""TensorFlow: eager, tf.function and XLA; MirroredStrategy over logical CPUs; the library's step, traced.
+"""Programs of TensorFlow: eager, tf.function, XLA; MirroredStrategy over logical CPUs; an audit of the library's step.
 
-The functions that `run` calls are the tasks of a process of its own.
+`run` calls the public functions in a separate process.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from gradcombine.verify.suite.outcomes import BITS, Finding
 from gradcombine.verify.suite.places import Contributions, combine, promised
 
 
-def _mirrored(function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
-    replicas = _strategy(count)
+def _mirrored(function: Callable[..., Tree], count: int, stacked: tuple[Tree, np.ndarray]) -> list[Tree]:
+    strategy = _strategy(count)
 
     def block_of(context: tf.distribute.ReplicaContext) -> Tree:
-        return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
+        return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), stacked)
 
-    arguments = replicas.experimental_distribute_values_from_function(block_of)
-    results = _traced(lambda contributions: replicas.run(function, args=contributions))(arguments)
-    local = {name: replicas.experimental_local_results(result) for name, result in results.items()}
+    arguments = strategy.experimental_distribute_values_from_function(block_of)
+    results = _traced(lambda contributions: strategy.run(function, args=contributions))(arguments)
+    local = {name: strategy.experimental_local_results(result) for name, result in results.items()}
     return [exported({name: result[rank] for name, result in local.items()}) for rank in range(count)]
 
 
 @cache
 def _strategy(count: int) -> tf.distribute.Strategy:
-    # The default collective ops of two strategies in one process disturb each other.
+    # The default collective ops of several strategies in one process interfere.
     return tf.distribute.MirroredStrategy(
         [f"CPU:{rank}" for rank in range(count)], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
 
 
-# Nothing here branches on a tensor, and AutoGraph would rewrite each function on each replica.
+# No function here branches on a tensor, and AutoGraph would convert each function on each replica.
 _traced = partial(tf.function, autograph=False)
 _traced_once = cache(_traced)
 
 
 def _xla(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """`function` compiled by XLA, from the graph that tf.function has traced of it."""
+    """Compiles a function by XLA, from its traced tf.function."""
     return _traced(_traced_once(function), jit_compile=True)
 
 
@@ -71,7 +71,7 @@ TENSORFLOW = Framework(
     {"eager": eager, "tf.function": _traced_once, "XLA": _xla},
     {"MirroredStrategy": _mirrored},
     gc.tf_replicas(),
-    # As a separate function, the update is traced once, not once for each step.
+    # As a separate tf.function, the update is traced once instead of once per step.
     partial(unrolled, _traced),
     {},
 )
@@ -79,7 +79,7 @@ TENSORFLOW = Framework(
 
 @tf.function(reduce_retracing=True)
 def _gradients(parameters: dict[str, Array], images: tf.Tensor, labels: tf.Tensor) -> dict[str, Array]:
-    """The gradient and the ``"loss"``."""
+    """Computes the gradient, and the loss as ``"loss"``."""
     with tf.GradientTape() as tape:
         tape.watch(parameters)
         hidden = tf.tanh(images @ parameters["w1"] + parameters["b1"])
@@ -94,31 +94,31 @@ def _measure(parameters: dict[str, Array], batch: Batch) -> dict[str, Array]:
 
 
 def gradients(parameters: Gradients, batches: Sequence[Batch]) -> list[Gradients]:
-    """The loss and its gradient of each batch."""
+    """Gradients of batches and their losses."""
     return measured(_measure, parameters, batches)
 
 
 def trained(examples: Batch) -> list[tuple[Gradients, Gradients]]:
-    """See `gradcombine.verify.suite.frameworks.steps`."""
+    """Runs the training; see `gradcombine.verify.suite.frameworks.steps`."""
     return list(steps(TENSORFLOW, _measure, windows(examples)))
 
 
 def combined(counts: list[int], full: bool, contributions: Contributions, inject_fault: bool) -> list[Finding]:
-    """The rows of the combine."""
+    """Rows of the combine; with ``inject_fault``, the last one that promises bits gets a corrupted input."""
     cases = list(TENSORFLOW.cases(counts, full))
     corrupted = [case for case in cases if promised(case) == BITS][-1] if inject_fault else None
     return combine(cases, contributions, corrupted=corrupted)
 
 
 def audited(replicas: int) -> list[str]:
-    """The names of the findings in the library's own step."""
+    """Names of the audit's findings in the library's step."""
     strategy = _strategy(replicas)
     with strategy.scope():
         variables = {name: tf.Variable(tf.constant(leaf)) for name, leaf in initial_parameters().items()}
 
         def gradients(images: tf.Tensor, labels: tf.Tensor) -> tuple[Tree, Array]:
-            found = _gradients(dict(variables), images, labels)
-            return [found[name] for name in variables], tf.size(labels)
+            grads = _gradients(dict(variables), images, labels)
+            return [grads[name] for name in variables], tf.size(labels)
 
         def descend(gradients: Tree, variables: Tree) -> None:
             for gradient, variable in zip(gradients, variables, strict=True):
@@ -126,6 +126,6 @@ def audited(replicas: int) -> list[str]:
 
         step = AccumulatedStep(gradients, list(variables.values()), descend, every=STEPS_EVERY)
     images, labels = tf.TensorSpec([ROWS, PIXELS]), tf.TensorSpec([ROWS], tf.int32)
-    # A graph needs no compiler, and so no devices of JAX.
+    # The audit of a TensorFlow graph needs no compiler, and thus no JAX devices.
     here = Target(HERE, (), 1, None)
     return [finding.name for finding in audit(tf.function(step), images, labels, target=here).findings]
