@@ -144,7 +144,7 @@ class Accumulate(WindowWrapper):
 
     @operation("Accumulate")
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates the accumulators and builds the inner optimizer; called by ``fit``, else in the strategy's scope.
+        """Creates the accumulators and builds the inner optimizer, as ``fit`` does; call it in the strategy's scope.
 
         Args:
           variables: the trainable variables.
@@ -321,8 +321,8 @@ def accumulating(optimizer: Any) -> Accumulate | None:
 
 @keras.saving.register_keras_serializable("gradcombine")
 class ScaledAccumulate(Accumulate, keras.optimizers.LossScaleOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """An `Accumulate` around a LossScaleOptimizer; Keras takes it for a LossScaleOptimizer.
+    """An `Accumulate` around a LossScaleOptimizer, which is also an instance of LossScaleOptimizer.
 
-    Otherwise ``compile`` would add a second one, also to a model loaded from a file, which does not record that it was
-    compiled with ``auto_scale_loss=False``.
+    Otherwise ``compile`` would wrap it in a second one, also for a model loaded from a file, which does not record that
+    the model was compiled with ``auto_scale_loss=False``.
     """

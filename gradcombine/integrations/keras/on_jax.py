@@ -88,8 +88,7 @@ class JaxWindow(KerasWindow):
         variables = [*self._targets, *self._optimizer.variables]
         count, positions = len(self._targets), {id(x): i for i, x in enumerate(variables)}
         unseen = sorted(set(range(count)) - self._seen)
-        # Variables unseen in this trace may have had gradients in another trace or process. The last mark is the
-        # window's.
+        # Variables unseen in this trace may have had gradients in another one. The last element is the window's.
         touched = self.touched.value[:-1] > 0
         any_touched = touched[np.array(unseen, np.int32)].any()
 

@@ -123,7 +123,7 @@ class Parts:
             self.reduction = reductions.per_leaf((reduction, reductions.max()))
 
     def split(self, values: Sequence[Leaf]) -> Tree:
-        """Returns the tree to reduce: the list of values, or two lists, of ordinary and of replacing ones."""
+        """Returns the tree to reduce: a list of all values, or a list of ordinary and one of replacing values."""
         if not any(self._overwritten):
             return list(values)
         pairs = list(zip(values, self._overwritten, strict=True))

@@ -58,7 +58,7 @@ class Wrapper(_Optimizer):
 
     @operation("Accumulate")
     def update_step(self, gradient: Leaf, variable: Any, learning_rate: Scalar) -> None:
-        """Raises: it would bypass the window."""
+        """Not supported, as it would bypass the window."""
         raise invalid("a call of apply, which counts microbatches", "one of update_step")
 
     @property

@@ -46,7 +46,7 @@ __all__ = ["AccumulatedStep"]
 
 
 class AccumulatedStep(WithSeen):
-    """A training step that accumulates microbatches and, once per window, all-reduces the replicas' sums and applies.
+    """A training step that accumulates microbatches and, once per window, all-reduces and applies the gradients.
 
     Every call computes the gradients of one microbatch on each replica and adds them to the replica's accumulators, in
     variables that are updated in place. At the boundary, and only there, the windows are merged over the replicas,
@@ -246,10 +246,9 @@ class AccumulatedStep(WithSeen):
     @tf.autograph.experimental.do_not_convert
     def _step(self, status: Any, batch: tuple[Any, ...], totals: Tree, number: Scalar) -> tuple[Any, ...]:
         require_context(self._strategy)
-        expects_totals = self._terms is not None and self._terms.is_given
-        expected = "totals={...} in each call if, and only if, the step has totals='given'"
-        if (totals is not None) != expects_totals:
-            raise invalid(expected, shown(totals))
+        takes_totals = self._terms is not None and self._terms.takes_totals
+        if (totals is not None) != takes_totals:
+            raise invalid("totals={...} in each call if, and only if, the step has totals='given'", shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all windows unchanged.
         compute, size_before = converted(self._gradients, status), graph_size()
         # Filled while the replicas' function is traced.
@@ -358,7 +357,7 @@ class AccumulatedStep(WithSeen):
         return touched
 
     def _agreed(self, condition: Scalar) -> tf.Tensor:
-        """Returns the condition; raises if it differs between replicas, as their window lengths do."""
+        """Returns the condition; raises if it differs between replicas because their window lengths differ."""
         first, *others = self._local(condition)
         for other in others:
             expected = "a window length that is the same on all replicas"

@@ -39,10 +39,7 @@ def require_context(strategy: tf.distribute.Strategy, *, of_replicas: bool = Fal
 def require_synchronous(strategy: tf.distribute.Strategy) -> None:
     """Raises for parameter servers: asynchronous workers do not share a window."""
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    expected = (
-        "a synchronous strategy; with parameter servers, gradcombine.accumulate combines the gradients that the "
-        "coordinator fetches"
-    )
+    expected = "a synchronous strategy; use gradcombine.accumulate on gradients that a coordinator fetches"
     if asynchronous:
         raise invalid(expected, type(strategy).__name__)
 

@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from gradcombine import reductions
-from gradcombine.errors import (
-    invalid,
-    operation,
-    require_given,
-    require_integer,
-    require_items,
-    shown,
-    within,
-)
+from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown, within
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
@@ -37,14 +29,7 @@ from gradcombine.types import Order, Scalar
 
 
 class Fragment(NamedTuple):
-    """Variables that are exchanged together.
-
-    Attributes:
-      targets: outer parameters.
-      params: each island's parameters.
-      weight: each island's weight since the last exchange.
-      update: update of the outer parameters.
-    """
+    """Outer parameters that are exchanged together, each island's copies and weight, and the outer update."""
 
     targets: list[Any]
     params: list[Any]

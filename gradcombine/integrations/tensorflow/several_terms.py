@@ -57,6 +57,7 @@ class LossOfTerms:
 
     Attributes:
       reduction: reduction of the gradients.
+      takes_totals: whether each call takes the totals.
     """
 
     def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
@@ -64,12 +65,7 @@ class LossOfTerms:
         self._terms = Terms(terms, totals is not None)
         if totals == "counted":
             raise invalid("totals 'given' or None, as a call gets a single microbatch", "counted")
-        self.reduction = self._terms.reduction(reduction)
-
-    @property
-    def is_given(self) -> bool:
-        """Whether each call takes the totals."""
-        return self._terms.known
+        self.reduction, self.takes_totals = self._terms.reduction(reduction), self._terms.known
 
     def like(self, specs: Sequence[Leaf]) -> Tree:
         """Returns specs of the contributions for gradients with these specs."""

@@ -97,10 +97,10 @@ def _exceeded(message: str) -> int | None:
     True
     """
     size = r"([\d.]+)([KMGT]?)"
-    if found := re.search(rf"xceeded \w+ capacity by {size}", message):
-        return _bytes(*found.groups())
-    found = re.search(rf"\({size}\) exceeds available \w+ \({size}\)", message)
-    return None if found is None else _bytes(*found.groups()[:2]) - _bytes(*found.groups()[2:])
+    if match := re.search(rf"xceeded \w+ capacity by {size}", message):
+        return _bytes(*match.groups())
+    match = re.search(rf"\({size}\) exceeds available \w+ \({size}\)", message)
+    return None if match is None else _bytes(*match.groups()[:2]) - _bytes(*match.groups()[2:])
 
 
 def _bytes(number: str, unit: str) -> int:
@@ -202,7 +202,7 @@ def _exchange(strategy: Strategy, n: int, k: int, a: float, encoded: float) -> F
 
 
 def _encoded_bytes(values: Tree, wire: Wire, n: int) -> float:
-    """Bytes on each device as encoded by a wire, each leaf in the cheapest way; 2 (n - 1) / n of them are sent."""
+    """Bytes on each device as encoded by a wire, with the smallest encoding per leaf; 2 (n - 1) / n of it is sent."""
     total = 0.0
     for path, x in jax.tree_util.tree_leaves_with_path(values):
         elements = math.prod(x.sharding.shard_shape(x.shape))

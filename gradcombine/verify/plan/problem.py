@@ -54,8 +54,8 @@ class Problem:
     def replicas(self) -> int:
         return self.mesh.shape[self.axis]
 
-    def spec(self, x: Array, where: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, where))
+    def spec(self, x: Array, partition: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, partition))
 
     def part(self, parts: int) -> tuple[Tree, ...]:
         """Returns specs of one of ``parts`` equal parts of a window's batch."""
@@ -70,17 +70,17 @@ class Problem:
         return dict(jax.tree_util.tree_leaves_with_path(self.params))
 
     def with_shardings(self, values: Tree, per_replica: bool = False) -> Tree:
-        """Gives each leaf of a state the sharding of its parameter, whose path its own path contains.
+        """Gives each leaf of a state the sharding of the parameter whose path is contained in the leaf's path.
 
         With ``per_replica``, a leading axis of replicas is added.
         """
 
         def one(path: tuple[object, ...], x: Array) -> jax.ShapeDtypeStruct:
-            parts = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
-            where = next((p.sharding.spec for p in parts if p is not None and p.shape == x.shape), P())
+            params = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+            partition = next((p.sharding.spec for p in params if p is not None and p.shape == x.shape), P())
             if not per_replica:
-                return self.spec(x, where)
-            return self.spec(jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype), P(self.axis, *where))
+                return self.spec(x, partition)
+            return self.spec(jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype), P(self.axis, *partition))
 
         return jax.tree_util.tree_map_with_path(one, values)
 
@@ -118,8 +118,8 @@ def problem_of(
         entries = [tuple(name for name in _axes(entry) if name != axis) or None for entry in entries]
         if first is not None:
             entries = [first if not entries or entries[0] is None else (first, *_axes(entries[0])), *entries[1:]]
-        where = P(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, where))
+        partition = P(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, partition))
 
     if not jax.tree.leaves(params):
         raise invalid("parameters: a tree with an array", shown(params))
@@ -141,7 +141,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _mesh(target: Target, mesh: Any, axis: str, values: Tree) -> Any:
-    """Creates the mesh, which may be a description or the mesh of other devices, of the target's devices."""
+    """Returns a mesh of the target's devices for a mapping of axes to sizes, a mesh of any devices, or None."""
     if not isinstance(axis, str):
         raise invalid("the name of an axis", shown(axis))
     if mesh is None:
@@ -174,7 +174,7 @@ ELEMENTWISE = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_di
 
 
 def across_elements(problem: Problem) -> str | None:
-    """Returns the first operation by which the optimizer mixes elements of a leaf or leaves; None if elementwise."""
+    """Returns the first operation of the optimizer that combines different elements; None if it is elementwise."""
     like = plain(problem.params)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -187,7 +187,7 @@ def across_elements(problem: Problem) -> str | None:
 
 
 def _mixing(jaxpr: Any) -> Iterator[str]:
-    """Names of operations that mix elements: those known to, and those with fewer outputs than inputs."""
+    """Names of operations that combine elements: known ones, and those whose outputs are smaller than their inputs."""
     for equation in jaxpr.eqns:
         inner = [sub for value in equation.params.values() for sub in _jaxprs(value)]
         for sub in inner:

@@ -103,7 +103,7 @@ def shardings(values: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, values)
 
 
-def gathered(optimizer: optax.GradientTransformation, where: Tree) -> optax.GradientTransformationExtraArgs:
+def gathered(optimizer: optax.GradientTransformation, targets: Tree) -> optax.GradientTransformationExtraArgs:
     """Gathers the updates of an optimizer with sharded state, to the shardings of the parameters."""
     inner = optax.with_extra_args_support(optimizer)
 
@@ -113,7 +113,7 @@ def gathered(optimizer: optax.GradientTransformation, where: Tree) -> optax.Grad
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         updates, state = inner.update(updates, state, params, **extra)
-        return jax.tree.map(reshard, updates, where), state
+        return jax.tree.map(reshard, updates, targets), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -360,7 +360,7 @@ def programs(problem: Problem, strategy: Strategy) -> list[Part]:
         if across := across_elements(problem):
             raise invalid("an elementwise optimizer for zero2, which updates shards", f"an optimizer with {across}")
         state = jax.tree.map(
-            lambda where, values: jax.tree.map(lambda x: problem.spec(x, where), values),
+            lambda partition, values: jax.tree.map(lambda x: problem.spec(x, partition), values),
             names["specs"],
             jax.eval_shape(names["init"], params, *example),
             is_leaf=lambda x: isinstance(x, P),
@@ -396,5 +396,5 @@ def programs(problem: Problem, strategy: Strategy) -> list[Part]:
 
 def split_specs(problem: Problem, values: Tree) -> Tree:
     """Shards specs over the replicas as well."""
-    where = split(values, problem.mesh, problem.axis)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), values, where)
+    targets = split(values, problem.mesh, problem.axis)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), values, targets)
