@@ -82,7 +82,7 @@ def test_tensors_of_a_loop_are_kept_to_the_bit(tmp_path: Path) -> None:
     [
         (torch.eye(2).to_sparse(), r"leaf \['a'\]\[0\]: expected a dense tensor of numbers.*to_dense"),
         (torch.empty(2, device="meta"), "a meta tensor"),
-        (torch.ones(2).to(torch.float8_e5m2), "bfloat16, or a numeric dtype"),
+        (torch.ones(2).to(torch.float8_e5m2), "bfloat16, or one of NumPy's numeric dtypes"),
     ],
 )
 def test_a_tensor_without_numbers_is_named(tmp_path: Path, tensor: Any, message: str) -> None:
