@@ -1,4 +1,4 @@
-"""A 64-bit digest of every leaf: integer sums of its mixed bits, the same for any order, sharding and framework."""
+"""A 64-bit digest of each leaf: integer sums of hashed words, equal for any element order, sharding and framework."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ WORD = np.dtype(np.uint32)
 _UINT4 = np.dtype(ml_dtypes.uint4)
 
 MULTIPLIER = np.uint32(0x9E3779B1)
-"""Odd, so that a product by it has an inverse modulo 2**32; the prime next to 2**32 over the golden ratio."""
+"""The prime closest to 2**32 / golden ratio. Odd, so that the multiplication is invertible modulo 2**32."""
 
 
 @operation("digest")
 def digest(value: Tree) -> Array:
-    """A digest of the bits of every leaf, which does not depend on the order of the elements.
+    """Computes a digest of the bits of each leaf that does not depend on the order of the elements.
 
-    Each element is read as words of 32 bits: a narrower one is one word, filled with zeros; one of 64 bits, and a
-    complex one, are several. With ``y = m ^ (m >> 15)`` of ``m = 0x9E3779B1 * (x ^ (x >> 16))``, modulo 2**32, which
-    is another one for each word x, the digest is ``(sum y, sum y**2)``, modulo 2**32.
+    Reads each element as 32-bit words: narrower elements are zero-extended; 64-bit and complex ones are several words.
+    Hashes each word x to ``y = m ^ (m >> 15)`` with ``m = 0x9E3779B1 * (x ^ (x >> 16))`` modulo 2**32, which is a
+    bijection. The digest is ``(sum y, sum y**2)`` modulo 2**32.
 
-    - One word that changes, by one bit or by several, always changes the digest. Two that change leave it as it is if
-      they change places, else only where ``2 d e`` is 0 modulo 2**32, for the change d of one y and its new distance e
-      from the old other one.
-    - The digests of parts add up, modulo 2**32, to that of the whole: of a leaf that is split over an axis of a mesh,
-      ``lax.psum(digest(shard), axis)``. Under jax.jit with automatic axes it is that of the whole by itself.
-    - Elements in another order, as a transposed kernel, have the same digest; so have leaves of other dtypes or shapes
-      whose words are the same but for zeros, which add nothing. The sign of a zero, and the payload of a NaN, are bits.
+    - A change of one word, in any number of bits, always changes the digest. If two words change, the digest stays the
+      same if they swap places, else only if ``2 d e`` is 0 modulo 2**32, where d is the change of one y and e the
+      difference of its new value from the old value of the other one.
+    - The digests of shards add up, modulo 2**32, to the digest of the array: ``lax.psum(digest(shard), axis)`` in
+      shard_map. Under jax.jit with automatic axes the result already is the digest of the global array.
+    - The digest does not see the order of the elements (a transposed kernel has the same one), the dtype, the shape,
+      or words that are 0. It sees the sign of a zero and the payload of a NaN.
 
     Args:
-      value: a tree of numbers. A leaf that is None has no digest. Of row-sparse leaves the indices and the values each
-        have one: their order, and which row is whose, is not seen.
+      value: a tree of numbers. None leaves have no digest. Row-sparse leaves have one for the indices and one for the
+        values, which do not see their order, nor which row belongs to which index.
 
     Returns:
-      uint32 of shape (leaves, 2), in the order of `digested`: an array of the leaves' framework, also while tracing.
+      uint32 array of shape (leaves, 2), of the leaves' framework, in the order of `digested`. Works while tracing.
 
     Raises:
-      GradCombineError: for a leaf that is no array of numbers or of NumPy's long doubles, and for arrays of two
+      GradCombineError: for a leaf that is not an array of numbers, for NumPy's long doubles, and for arrays of two
         frameworks.
 
-    Bits: the same from every framework and in every mode, for any sharding. They are those that a leaf has: of a
-    float8 leaf with infinities (e5m2, e4m3, e3m4), operations of compiled JAX that only move elements, such as a slice
-    or a stack, may give each NaN another payload before this function sees it, as XLA passes them through wider floats.
+    Bits: the same in every framework, mode and sharding. XLA moves float8 dtypes with infinities (e5m2, e4m3, e3m4)
+    through wider floats, so in compiled JAX a slice or a stack can change the payload of a NaN before this function
+    reads it.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.digest({"w": np.float32([1, 2]), "b": None}) == gc.digest([np.float32([2, 1])])
@@ -70,7 +70,7 @@ def digest(value: Tree) -> Array:
 
 
 class Part(NamedTuple):
-    """An array that has a digest: the number of its leaf, what to add to the leaf's name, and itself."""
+    """An array that has a digest: the index of its leaf, the suffix to the leaf's path, and the array."""
 
     leaf: int
     suffix: str
@@ -78,16 +78,16 @@ class Part(NamedTuple):
 
 
 def digested(value: Tree) -> tuple[list[Part], Structure]:
-    """The arrays of a tree that have digests: of leaves that are not None, both parts of row-sparse ones.
+    """Returns the arrays of a tree that have digests: all leaves but None; indices and values of row-sparse ones.
 
     Raises:
-      GradCombineError: for a leaf without numbers, such as a random key.
+      GradCombineError: for a leaf that is not an array of numbers, such as a PRNG key.
     """
     leaves, structure = tree.flatten(value, sparse.is_row_sparse)
     parts: list[Part] = []
     for i, leaf in enumerate(leaves):
         if str(getattr(leaf, "dtype", None)).startswith("key<"):
-            expected = "numbers (of a random key, its jax.random.key_data)"
+            expected = "numbers (of a PRNG key, its jax.random.key_data)"
             raise invalid(expected, leaf.dtype, structure.path(i))
         if is_absent(leaf):
             continue
@@ -97,13 +97,14 @@ def digested(value: Tree) -> tuple[list[Part], Structure]:
             dtype = dtype_of(array)
             if dtypes.kind(dtype) not in (*dtypes.NUMERIC, "bool"):
                 raise invalid("numbers", dtype, structure.path(i) + suffix)
-            if dtypes.part(dtype).itemsize > 8:  # padded in memory, by a platform's own rule
+            if dtypes.part(dtype).itemsize > 8:  # long doubles, whose padding in memory depends on the platform
                 raise invalid("numbers of at most 64 bits", dtype, structure.path(i) + suffix)
             parts.append(Part(i, suffix, array))
     return parts, structure
 
 
 def _mixed(backend: Backend, array: Array) -> tuple[Array, Array]:
+    """y and y**2 of `digest` for all words of an array."""
     words = _words(backend, array)
     product = backend.product(words ^ backend.shift_right(words, 16), MULTIPLIER)
     mixed = product ^ backend.shift_right(product, 15)
@@ -111,7 +112,7 @@ def _mixed(backend: Backend, array: Array) -> tuple[Array, Array]:
 
 
 def _words(backend: Backend, array: Array) -> Array:
-    """The bits of all elements as uint32."""
+    """Reinterprets the elements as uint32 words; zero-extends narrower ones."""
     dtype = backend.dtype(array)
     if dtype.name == "float4_e2m1fn":
         array, dtype = backend.bitcast(array, _UINT4), _UINT4

@@ -1,4 +1,4 @@
-"""The one exception of the library, and what is asked of an argument and of an installation, each check once."""
+"""The library's exception, and the checks of arguments and of installed packages that raise it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from gradcombine.types import F, no_autograph
 T = TypeVar("T")
 
 _MOST_CHARACTERS = 300
-"""Of what was received, in a message."""
+"""Length to which a message shortens the received value."""
 
 MOST = np.iinfo(np.int32).max
 
-
 MOST_REPLICAS = 1 << 17
-"""Most replicas that are listed one by one: more are a slip, which would fill the memory."""
+"""Largest number of replicas to list one by one; a larger number is a typo that would fill the memory."""
 
 
 class GradCombineError(ValueError):
-    """Input that cannot be combined.
+    """Invalid input.
 
     Args:
-      operation: the public operation that refused, for instance ``"mean"``.
-      expected: what would have been accepted.
-      received: what came instead.
-      path: where in the tree, for instance ``"['decoder']['w']"``; empty for the whole argument.
+      operation: the public function that raises it, for instance ``"mean"``.
+      expected: describes valid input.
+      received: the invalid value or its description.
+      path: pytree path of the leaf, for instance ``"['decoder']['w']"``; empty for the entire argument.
 
     >>> raise GradCombineError("mean", "4 weights", 3, path="['w']")
     Traceback (most recent call last):
@@ -45,8 +44,7 @@ class GradCombineError(ValueError):
     gradcombine.errors.GradCombineError: mean: leaf ['w']: expected 4 weights, received 3
     """
 
-    # TensorFlow's AutoGraph lets an error with this mark through; any other class that it does not know becomes a
-    # StagingError on its way out of a tf.function.
+    # AutoGraph re-raises errors with this attribute unchanged and turns other custom classes into a StagingError.
     ag_pass_through = True
 
     def __init__(self, operation: str, expected: str, received: object, path: str = "") -> None:
@@ -55,35 +53,35 @@ class GradCombineError(ValueError):
         self.expected = expected
         self.received = received
         self.path = path
-        # Now: an array may have been donated by the time that the message is read.
-        self._said = f"expected {_short(str(expected), 2 * _MOST_CHARACTERS)}, received {_text(received, str)}"
+        # Formatted eagerly: a received array may be donated before the message is read.
+        self._message = f"expected {_short(str(expected), 2 * _MOST_CHARACTERS)}, received {_text(received, str)}"
 
     def __str__(self) -> str:
         where = f"leaf {_short(self.path, 150)}: " if self.path else ""
-        return legible(_one_line(f"{_short(self.operation, 150)}: {where}{self._said}"))
+        return legible(_one_line(f"{_short(self.operation, 150)}: {where}{self._message}"))
 
     def rename(self, operation: str) -> None:
-        """Puts another name of an operation in the place of the one that the error has."""
+        """Replaces the name of the operation."""
         self.operation = operation
         self.args = (operation, *self.args[1:])
 
     def within(self, path: str) -> None:
-        """Prepends the path of the node that the error's own path starts from."""
+        """Prepends the path of the node that the error's path is relative to."""
         self.path = path + ("" if path and self.path == "(root)" else self.path)
         self.args = (*self.args[:3], self.path)
 
 
 def invalid(expected: str, received: object, path: str = "") -> GradCombineError:
-    """An error that `operation` names on its way out of the public function."""
+    """An error to which the enclosing `operation` adds the name of the public function."""
     return GradCombineError("", expected, received, path)
 
 
 def operation(name: str | None = None, *, renames: bool = False) -> Callable[[F], F]:
-    """Names a public function in the errors of `invalid` that it raises, and keeps AutoGraph out of it.
+    """Decorates a public function: adds its name to errors from `invalid`, and excludes it from AutoGraph.
 
     Args:
-      name: of the function, for users; None: the ``name`` of the object whose method it is.
-      renames: whether errors that have the name of another function get this one.
+      name: of the function, as users know it. None for a method: the ``name`` attribute of its object.
+      renames: whether to also replace the name in errors that already have one.
     """
 
     def decorate(function: F) -> F:
@@ -102,12 +100,12 @@ def operation(name: str | None = None, *, renames: bool = False) -> Callable[[F]
 
 
 class MissingPackageError(GradCombineError, ImportError):
-    """A package that is not installed, with the one command that installs it.
+    """Raised for a package that is not installed; the message has the command that installs it.
 
     Args:
       operation: the integration, function or command that needs it.
-      modules: those that were not found, by their names in ``import``.
-      extra: of this package, that has them all; by default the smallest one that has the first.
+      modules: import names of the missing modules.
+      extra: the extra of gradcombine that installs them; by default the smallest one with the first module.
 
     >>> print(MissingPackageError("train_step", ["optax"]))
     train_step: expected what pip install 'gradcombine[optax]' installs, received no module optax
@@ -123,26 +121,22 @@ EXTRAS = {
     **dict.fromkeys(("h5py", "rich", "typer"), "cli"),
     **dict.fromkeys(("hypothesis", "jinja2", "matplotlib"), "verify"),
 }
-"""The smallest extra of this package with which a module is installed."""
+"""The smallest extra of gradcombine that installs a module, by the module's name."""
 
 OTHERS = {"orbax": "orbax-checkpoint"}
-"""Packages without an extra: they read files that only their own users have."""
+"""Packages on PyPI that no extra installs, by the module's name: needed only to read files written by them."""
 
 
 def require_installed(operation: str, *modules: str, extra: str | None = None) -> None:
-    """Refuses to go on without modules, of which it imports none.
-
-    Raises:
-      MissingPackageError: names those that are not installed, and the command that installs them.
-    """
-    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise MissingPackageError(operation, lacking, extra)
+    """Raises MissingPackageError unless all modules are installed; imports none of them."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(operation, missing, extra)
 
 
 @contextmanager
 def importing(operation: str, extra: str | None = None) -> Generator[None, None, None]:
-    """Names the command that installs what an import inside did not find."""
+    """Turns the ModuleNotFoundError of a known package in the body into a MissingPackageError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -154,7 +148,7 @@ def importing(operation: str, extra: str | None = None) -> Generator[None, None,
 
 @contextmanager
 def within(path: str | Callable[[], str]) -> Generator[None, None, None]:
-    """Prepends a path, or what gives one, to the path of an error from inside."""
+    """Prepends a path, or the result of a function, to the path of a GradCombineError raised in the body."""
     try:
         yield
     except GradCombineError as error:
@@ -163,11 +157,10 @@ def within(path: str | Callable[[], str]) -> Generator[None, None, None]:
 
 
 def legible(text: str, most: int | None = None) -> str:
-    """A text from elsewhere, a leaf's name for instance, as it may be shown on a terminal or a page.
+    """Escapes untrusted text, such as a leaf's name from a file, for a terminal or an HTML page.
 
-    Whatever is not printable is spelled out: control characters, with which a name could rewrite the screen, marks that
-    change the direction of writing, and lone surrogates, which cannot be encoded. Of a text longer than ``most`` the
-    middle is left out.
+    Escapes all characters that are not printable: control characters, which can rewrite the screen, marks that change
+    the writing direction, and lone surrogates, which cannot be encoded. Shortens a text longer than ``most``.
 
     >>> legible(chr(27) + "[2Kw") == chr(92) + "x1b[2Kw"
     True
@@ -175,18 +168,18 @@ def legible(text: str, most: int | None = None) -> str:
     text = text if most is None else _short(text, most)
     if text.isprintable():
         return text
-    spelled = (c.encode("unicode_escape").decode("ascii") for c in text)
-    pairs = zip(text, spelled, strict=True)
-    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else other for c, other in pairs)
+    escaped = (c.encode("unicode_escape").decode("ascii") for c in text)
+    pairs = zip(text, escaped, strict=True)
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else escape for c, escape in pairs)
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: short, and even where its own ``repr`` fails."""
+    """The shortened ``repr`` of a value for a message; names its type if ``repr`` raises."""
     return _text(value, repr, 100)
 
 
 def attribute(value: object, name: str) -> Any:
-    """An attribute of an object, None for one that it has not, or that its own code fails at."""
+    """An attribute of an object; None if it is missing or its property raises."""
     try:
         return getattr(value, name, None)
     except Exception:
@@ -196,12 +189,11 @@ def attribute(value: object, name: str) -> Any:
 def _text(value: object, form: Callable[[object], str], most: int = _MOST_CHARACTERS) -> str:
     try:
         return _short(form(value), most)
-    except Exception:  # whatever a foreign class makes of it; Python refuses integers of more than 4300 digits
+    except Exception:  # a user's class may raise anything; Python raises for integers of more than 4300 digits
         return f"an object of type {type(value).__name__}"
 
 
 def _one_line(text: str) -> str:
-    """Logs and the command's users read errors line by line."""
     lines = text.splitlines()
     return text if lines == [text] else " ".join(map(str.strip, lines))
 
@@ -214,12 +206,12 @@ def _short(text: str, most: int) -> str:
 
 
 def require_integer(expected: str, value: Any, lowest: int = 1, highest: int = MOST) -> int:
-    """The integer that a value is, of any integer type and framework; refuses a bool and what is out of range."""
+    """Converts an integer of any type and framework to int; raises for a bool and for one out of range."""
     try:
         if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_:
             raise TypeError
         number = operator.index(value)
-    except Exception:  # beside TypeError whatever a foreign class raises
+    except Exception:  # __index__ of a user's class may raise anything
         raise invalid(expected, shown(value)) from None
     if not lowest <= number <= highest:
         raise invalid(expected, shown(number))
@@ -227,55 +219,55 @@ def require_integer(expected: str, value: Any, lowest: int = 1, highest: int = M
 
 
 def require_path(expected: str, path: Any) -> Path:
-    """The path that a text or an object of paths stands for; refuses what the file system cannot name or find out."""
+    """Converts a str or path-like object to a Path; raises if the file system cannot look it up. It need not exist."""
     try:
-        found = Path(path)
-        if b"\0" in os.fsencode(found):
+        converted = Path(path)
+        if b"\0" in os.fsencode(converted):
             raise ValueError
     except Exception:
         raise invalid(expected, shown(path)) from None
     try:
-        os.stat(found)
+        os.stat(converted)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # a name that is too long, a link to itself, a folder that is closed
+    except OSError as error:  # a name that is too long, a cycle of links, no permission for the folder
         raise invalid(expected, f"{shown(str(path))}: {error.strerror}") from None
-    return found
+    return converted
 
 
 def require_file(expected: str, path: object) -> Path:
-    """The path of a regular file: a FIFO would be waited for without an end, and a device read without one."""
-    found = require_path(expected, path)
-    if not found.is_file():
-        received = f"{found}, which {'is no regular file' if found.exists() else 'does not exist'}"
+    """The path of a regular file; raises for a FIFO or device, which a reader could wait for or read forever."""
+    file = require_path(expected, path)
+    if not file.is_file():
+        received = f"{file}, which {'is not a regular file' if file.exists() else 'does not exist'}"
         raise invalid(expected, received)
-    return found
+    return file
 
 
-def require_type(expected: str, value: object, kind: type[T], path: str = "") -> T:
-    """The value, if it is an instance of this class."""
-    if not isinstance(value, kind):
+def require_type(expected: str, value: object, cls: type[T], path: str = "") -> T:
+    """Returns the value if it is an instance of ``cls``, else raises."""
+    if not isinstance(value, cls):
         raise invalid(expected, type(value).__name__, path)
     return value
 
 
 def require_given(expected: str, value: T | None, received: str = "none", path: str = "") -> T:
-    """The value; raises if it is None."""
+    """Returns the value if it is not None, else raises."""
     if value is None:
         raise invalid(expected, received, path)
     return value
 
 
 def require_one(expected: str, *values: object) -> None:
-    """Raises if more than one of several exclusive arguments is not None."""
+    """Raises if more than one of several mutually exclusive arguments is not None."""
     if sum(value is not None for value in values) > 1:
         raise invalid(expected, "both")
 
 
 def require_equal(expected: str, wanted: object, received: object, path: str = "") -> None:
-    """Raises unless two values are equal; ``{}`` in the text stands for the wanted one."""
+    """Raises unless the values are equal; ``{}`` in ``expected`` stands for ``wanted``."""
     if wanted != received:
-        # No format, as a path or a name in the text may have braces of its own.
+        # Not str.format: a path or name in the text may contain braces.
         raise invalid(expected.replace("{}", str(wanted)), received, path)
 
 
@@ -288,14 +280,14 @@ def require_distinct(expected: str, items: Collection[Hashable]) -> None:
 def require_tuple(
     expected: str, value: Any, *lengths: int, kinds: tuple[type, ...] = (tuple,)
 ) -> tuple[Any, ...] | list[Any]:
-    """The value, if it is of one of these classes and lengths."""
+    """Returns the value if it has one of the classes ``kinds`` and one of the lengths, else raises."""
     if issubclass(type(value), kinds) and len(value) in lengths:
         return value
-    raise invalid(expected, in_kind(value))
+    raise invalid(expected, type_name(value))
 
 
-def in_kind(value: Any) -> str:
-    """The name of a value's class, with the length of a list or tuple."""
+def type_name(value: Any) -> str:
+    """The name of a value's type, with the length of a list or tuple."""
     return type(value).__name__ + (f" of {len(value)}" if issubclass(type(value), (list, tuple)) else "")
 
 
@@ -303,12 +295,12 @@ def in_kind(value: Any) -> str:
 def translate_errors(
     expected: str, *kinds: type[Exception], received: object = None, path: str = ""
 ) -> Generator[None, None, None]:
-    """Raises GradCombineError in place of an error that another library raises in the body.
+    """Turns an error that another library raises in the body into a GradCombineError.
 
     Args:
-      expected: what would have been accepted.
-      kinds: the classes of errors; TypeError and ValueError by default.
-      received: a text, or a function that returns one; None: the first line of the error.
+      expected: describes valid input.
+      kinds: the classes of errors to translate; TypeError and ValueError by default.
+      received: a text, or a function that returns one; None for the first line of the error.
       path: of the leaf.
     """
     caught = kinds or (TypeError, ValueError)
@@ -317,24 +309,24 @@ def translate_errors(
     except GradCombineError:
         raise
     except caught as error:
-        said = received() if isinstance(received, FunctionType) else received
-        raise invalid(expected, first_line(error) if said is None else said, path) from error
+        text = received() if isinstance(received, FunctionType) else received
+        raise invalid(expected, first_line(error) if text is None else text, path) from error
 
 
 def first_line(error: BaseException) -> str:
-    """An error of another library in one line."""
-    return next(iter(f"{type(error).__name__}: {error}".splitlines()))
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def require_function(expected: str, value: T) -> T:
-    """The value, if it can be called."""
+    """Returns the value if it is callable, else raises."""
     if not callable(value):
         raise invalid(expected, shown(value))
     return value
 
 
 def require_list(expected: str, values: Any) -> list[Any]:
-    """The items of a list or tuple; refuses a NamedTuple, what is no list, and an empty one."""
+    """Copies a list or tuple to a list; raises for other types, for a NamedTuple and for an empty one."""
     if not issubclass(type(values), (list, tuple)) or hasattr(values, "_fields"):
         raise invalid(expected, type(values).__name__)
     if not values:
@@ -343,12 +335,12 @@ def require_list(expected: str, values: Any) -> list[Any]:
 
 
 def require_number(expected: str, value: Any, lowest: float) -> float:
-    """The finite float that a real number is, of any type and framework; refuses a bool and one below ``lowest``."""
+    """Converts a real number of any type and framework to float; raises for a bool and unless lowest <= value < inf."""
     try:
         if isinstance(value, (bool, np.bool_, str, bytes)):
             raise TypeError
         number = float(value)
-    except Exception:  # beside TypeError and OverflowError whatever a foreign class raises
+    except Exception:  # __float__ of a user's class may raise anything
         raise invalid(expected, shown(value)) from None
     if not lowest <= number < math.inf:
         raise invalid(expected, shown(value))
@@ -356,22 +348,22 @@ def require_number(expected: str, value: Any, lowest: float) -> float:
 
 
 def require_flag(name: str, value: object) -> bool:
-    """The truth of a bool, Python's or NumPy's; refuses what has one only by the way."""
+    """Returns a Python or NumPy bool as a bool; raises for values that are merely truthy."""
     if value is not True and value is not False and not isinstance(value, np.bool_):
         raise invalid(f"True or False as {name}", shown(value))
     return bool(value is True or value == np.True_)
 
 
 def require_one_of(expected: str, value: object, choices: Sequence[str]) -> None:
-    """Refuses what is not one of some names."""
+    """Raises unless the value is one of the strings."""
     if not isinstance(value, str) or value not in choices:
         raise invalid(expected, shown(value))
 
 
 def require_items(expected: str, values: Any) -> list[Any]:
-    """The items of what can be iterated over; what a generator raises by itself comes through."""
+    """The items of an iterable; raises if it is not one, and passes through what its iteration raises."""
     try:
         items = iter(values)
     except TypeError:
         raise invalid(expected, shown(values)) from None
-    return list(items)  # of the iterator: the length that an object claims to have may be anything
+    return list(items)  # not list(values), which would call the object's __len__

@@ -1,9 +1,9 @@
-"""The canonical order: one fixed binary tree over the numbers of the contributions.
+"""The canonical order: a fixed binary tree over the indices of the contributions.
 
-Node ``j`` of level ``i`` covers the numbers ``[j * 2**i, (j + 1) * 2**i)``. What is missing at the end is left out, so
-7 contributions combine as ``((0 1)(2 3))((4 5)6)``. A block whose length is a power of two, and which begins at a
-multiple of its length, is one node of the tree: so replicas or windows that hold such blocks combine to the same bits
-as one list.
+Node ``j`` of level ``i`` covers the indices ``[j * 2**i, (j + 1) * 2**i)``; indices past the last contribution are
+skipped, so 7 contributions combine as ``((0 1)(2 3))((4 5)6)``. A block whose length is a power of two, and whose start
+is a multiple of its length, is one node of the tree: so replicas or windows that hold such blocks combine to the same
+bits as a list of all contributions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def fold_pairwise(merge: Callable[[T, T], T], items: Iterable[T]) -> T:
-    """The items merged in the canonical order, with at most ceil(log2 n) + 1 of them held at a time.
+    """Merges the items in the canonical order; holds at most ceil(log2 n) + 1 intermediate results at a time.
 
     >>> fold_pairwise(lambda a, b: f"({a} {b})", "0123456")
     '(((0 1) (2 3)) ((4 5) 6))'
@@ -33,7 +33,7 @@ def fold_pairwise(merge: Callable[[T, T], T], items: Iterable[T]) -> T:
 
 
 def fold_levels(merge: Callable[[T, T], T], levels: Iterable[T]) -> T:
-    """The levels of a binary counter, lowest (latest) first, merged into one."""
+    """Merges the levels of a binary counter, lowest (latest items) first, into one."""
     nodes = iter(levels)
     total = next(nodes)
     for earlier in nodes:

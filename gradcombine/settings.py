@@ -1,6 +1,6 @@
-"""Settings of public functions: one table, by the name of the parameter or field, of what each has to be.
+"""Validation of settings: one table, from the name of a parameter or field to its check.
 
-A public function checks its arguments where they come in, and goes on with values that it need not look at again:
+Public functions check their arguments at the entry, and code behind them does not check again:
 
 >>> check(order="tree", max_every=None)
 >>> valid("every", np.int64(4))
@@ -10,8 +10,8 @@ Traceback (most recent call last):
     ...
 gradcombine.errors.GradCombineError: : expected order 'sequential' or 'tree', received 'left'
 
-(`gradcombine.errors.operation` names the function.) A dataclass of settings derives from `Settings`, which checks those
-of its fields whose names are in the table, when it is made:
+(`gradcombine.errors.operation` adds the name of the function.) A dataclass of settings derives from `Settings`, whose
+``__post_init__`` checks the fields whose names are in the table:
 
 >>> @dataclass(frozen=True)
 ... class Example(Settings):
@@ -20,7 +20,7 @@ of its fields whose names are in the table, when it is made:
 >>> Example(np.int64(4))
 Example(every=4, order='sequential')
 
-A value that one function alone has gets no row: see `require_integer` and its like in `gradcombine.errors`.
+Arguments of a single function are not in the table; it calls `require_integer` etc. of `gradcombine.errors` itself.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from gradcombine.errors import (
 from gradcombine.types import Order, Overflow, Precision, Totals
 
 Check: TypeAlias = Callable[[Any], Any]
-"""Returns a value, converted where several types mean the same one; raises a GradCombineError for any other one."""
+"""Returns the valid value, converted to one type; raises GradCombineError for an invalid one."""
 
 MOST_MICROBATCHES = 1 << 24
-"""Of a window that counts each: float32 has all integers up to there."""
+"""Largest window whose microbatches are counted in float32, which represents all integers up to 2**24."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of settings: those of its fields that the table has are checked, and converted, when it is made."""
+    """Base class of settings: checks and converts the fields that are in the table, on construction."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -63,13 +63,13 @@ class Settings:
 
 
 def check(**settings: Any) -> None:
-    """Raises a GradCombineError unless each setting is one that the table allows under its name."""
+    """Raises GradCombineError unless all settings pass the checks of their names."""
     for name, value in settings.items():
         FIELDS[name](value)
 
 
 def valid(name: str, value: object) -> Any:
-    """The setting of this name, converted; raises a GradCombineError unless the table allows it."""
+    """Checks the value of the setting ``name`` and returns it, converted."""
     return FIELDS[name](value)
 
 
@@ -82,7 +82,7 @@ def number(expected: str, lowest: float) -> Check:
 
 
 def one_of(expected: str, literal: object) -> Check:
-    """A check for the names of a Literal type, of which ``{}`` in the text stands for the list."""
+    """A check for the strings of a Literal type; ``{}`` in ``expected`` stands for their list."""
     names = get_args(literal)
 
     def check(value: Any) -> Any:
@@ -113,9 +113,10 @@ def or_function(check: Check) -> Check:
 
 
 def _reduction(value: Any) -> Any:
-    """Only a Reduction has this method; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
+    # This module cannot import Reduction; no other class has the method.
     if isinstance(value, type) or not hasattr(value, "all_finalize"):
         name = getattr(value, "__name__", None) if callable(value) else None
+        # The usual mistake: reductions.mean in place of reductions.mean().
         received = type(value).__name__ if name is None else f"{name}, not called"
         raise invalid("a Reduction, for instance reductions.mean()", received)
     return value
@@ -130,12 +131,11 @@ def collective(expected: str) -> Check:
     return check
 
 
-EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
+EXPECTED_LENGTH = "a window length that is an integer of 1 or more and fits int32, or a function of the window index"
 LENGTH = integer(EXPECTED_LENGTH)
-"""The length of a window."""
 
 UNTIL_FLUSH = MOST
-"""The ``every`` of a window that a flush alone ends."""
+"""The ``every`` of a window that only a flush ends."""
 
 _FLAGS = (
     "average_aggregated_gradients",
@@ -179,4 +179,4 @@ FIELDS: Mapping[str, Check] = {
     "totals": optional(one_of("totals of {}, or None", Totals)),
     "weight": optional(function("a function as weight")),
 }
-"""The check of each setting, by its name."""
+"""The check of each setting, by the setting's name."""

@@ -1,6 +1,6 @@
-"""Arrays of which some rows are held, as gradients of embeddings are: in NumPy, JAX and TensorFlow alike.
+"""Row-sparse arrays, such as gradients of embeddings, in NumPy, JAX and TensorFlow.
 
-Rows that occur several times are added, in a fixed order.
+Duplicate rows are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["RowSparse", "add_rows", "densify", "row_sparse", "to_dense"]
 
 INT32 = np.dtype(np.int32)
 MOST_ROWS = np.iinfo(np.int32).max - 1
-"""Rows are sorted by int32 indices, and padding needs one more."""
+"""Indices are sorted as int32, and padding needs one more index."""
 
 
 class RowSparse(NamedTuple):
-    """An array of shape (rows, ...) that is 0 except in some rows; made by `row_sparse`.
+    """An array of shape (rows, ...) of which only some rows are stored; the others are 0. Made by `row_sparse`.
 
-    A plain tree of arrays: it passes through jit, scan, shard_map and tf.function and its loops, and into files.
+    A pytree of arrays: it can pass through jit, scan, shard_map and tf.function (and its loops), and into files.
 
     Attributes:
-      indices: integers of shape (n,), from 0 to rows. A row may occur several times: its values are added. The index
-        ``rows``, one past the last, marks padding, which counts for nothing.
-      values: of shape (n, ...).
-      extent: the number of rows, as a constant in the structure (`gradcombine.tree.static_rows`), which every compiler
-        knows.
+      indices: integers of shape (n,), from 0 to rows. The values of duplicate indices are added. The index ``rows``,
+        one past the last, marks padding, whose values are ignored.
+      values: array of shape (n, ...).
+      extent: the number of rows, as a constant in the structure (`gradcombine.tree.static_rows`), so that it is static
+        in compiled functions.
     """
 
     indices: Array
@@ -43,21 +43,21 @@ class RowSparse(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
+        """The shape of the dense array."""
         return (self.extent.rows, *map(int, self.values.shape[1:]))
 
 
 @operation("row_sparse")
 def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
-    """Makes a `RowSparse` of rows and their indices.
+    """Makes a `RowSparse` from indices and values.
 
     Args:
       indices: integers of shape (n,), from 0 to rows - 1; ``rows`` marks padding.
-      values: of shape (n, ...).
-      rows: the number of rows of the whole array.
+      values: array of shape (n, ...).
+      rows: the number of rows of the dense array.
 
     Raises:
-      GradCombineError: for shapes and dtypes that do not fit, and where indices are known for one out of range.
+      GradCombineError: for invalid shapes and dtypes, and for an index out of range unless the indices are traced.
 
     >>> import numpy as np
     >>> from gradcombine import sparse
@@ -69,14 +69,13 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     count = require_integer(f"a number of rows from 1 to {MOST_ROWS}", rows, highest=MOST_ROWS)
     backend = resolve([indices, values])
     indices, values = backend.asarray(indices), backend.asarray(values)
-    made = RowSparse(indices, values, tree.static_rows(count))
-    slices = require_rows(backend, RowSlices(made.indices, made.values, count))
+    slices = require_rows(backend, RowSlices(indices, values, count))
     require_in_range(backend, slices.indices, count)
-    return made
+    return RowSparse(indices, values, tree.static_rows(count))
 
 
 def row_slices(leaf: Leaf) -> RowSlices | None:
-    """The parts of a `RowSparse` and of what the loaded frameworks have for it; None for anything else."""
+    """The parts of a `RowSparse` or of a row-sparse array of a loaded framework; None for other leaves."""
     if isinstance(leaf, RowSparse):
         rows = getattr(leaf.extent, "rows", None)
         if rows is None or rows < 0 or owner(leaf.indices) is None or owner(leaf.values) is None:
@@ -88,42 +87,42 @@ def row_slices(leaf: Leaf) -> RowSlices | None:
 
 
 def is_row_sparse(leaf: Leaf) -> bool:
-    """Whether a leaf holds some rows only: a `RowSparse`, tf.IndexedSlices or BCOO."""
+    """Whether a leaf is row-sparse: a `RowSparse`, tf.IndexedSlices or BCOO."""
     return isinstance(leaf, RowSparse) or any(backend.row_slices(leaf) is not None for backend in loaded())
 
 
 def require_rows(backend: Backend, slices: RowSlices, path: str = "") -> RowSlices:
-    """The slices as arrays of this backend, whose shapes and dtypes fit one another."""
+    """Converts the slices to arrays of this backend; raises for shapes and dtypes that do not match."""
     with within(path):
         indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
-        dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
-        if dtype.kind not in "iu" or len(positions) != 1:
-            raise invalid("integer indices of shape (n,)", f"{dtype} of shape {positions}")
+        dtype, vector, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
+        if dtype.kind not in "iu" or len(vector) != 1:
+            raise invalid("integer indices of shape (n,)", f"{dtype} of shape {vector}")
         if not holds_numbers(np.dtype(backend.dtype(values))):
             raise invalid("values that are numbers", backend.dtype(values))
-        require_equal("values of {} rows, one an index", positions[0], shape[0] if shape else 0)
+        require_equal("values of {} rows, one per index", vector[0], shape[0] if shape else 0)
     return RowSlices(indices, values, slices.rows)
 
 
 def require_in_range(backend: Backend, indices: Array, rows: int, path: str = "") -> Array:
-    """Whether any index is out of range, a boolean scalar while tracing; an error where that is known."""
+    """Raises for an index out of range; while tracing, returns the mask of the indices that are."""
     dtype = backend.dtype(indices)
     lowest, highest = (backend.full((), bound, dtype) for bound in (0, min(rows, np.iinfo(dtype).max)))
     outside = (indices < lowest) | (indices > highest)
-    known = backend.concrete(outside)
-    if known is not None and known.any():
-        wrong = np.asarray(backend.concrete(indices))[known]
+    mask = backend.concrete(outside)
+    if mask is not None and mask.any():
+        wrong = np.asarray(backend.concrete(indices))[mask]
         raise invalid(f"indices from 0 to {rows}", int(wrong[0]), path)
     return outside
 
 
 class Distinct(NamedTuple):
-    """Rows that occur once each.
+    """Rows without duplicates.
 
     Attributes:
       indices: int32 of shape (size,), ascending; then padding, the index ``rows``.
-      values: of shape (size, ...); -0 where there is padding.
-      count: int32 scalar, how many different rows there were. More than ``size``: the last ones are missing here.
+      values: array of shape (size, ...); -0 in the padding.
+      count: int32 scalar, the number of distinct rows in the input. If it exceeds ``size``, the last rows are missing.
     """
 
     indices: Array
@@ -132,100 +131,105 @@ class Distinct(NamedTuple):
 
 
 def distinct(backend: Backend, indices: Array, values: Array, rows: int, size: int) -> Distinct:
-    """The different rows among some, sorted; the values of a row are added in the canonical tree.
+    """Sorts rows and adds the values of duplicates in the canonical tree.
 
-    A tree because it takes log2 of the most frequent row's occurrences in passes over the values, where a chain would
-    take as many passes as occurrences; and because a framework's own segment sum adds in an order of its own.
+    The tree takes log2(k) passes over the values if the most frequent row occurs k times; a sequential sum would take
+    k. The frameworks' segment sums are not used because their order of additions is not defined.
 
     Args:
-      indices: int32 of shape (n,), n of 1 or more, from 0 to rows; the index ``rows`` is padding.
-      values: of shape (n, ...).
-      rows: the number of rows of the whole array.
-      size: how many rows to keep, at most n.
+      indices: int32 of shape (n,) with n >= 1, from 0 to rows; the index ``rows`` is padding.
+      values: array of shape (n, ...).
+      rows: the number of rows of the dense array.
+      size: the number of rows to keep, at most n.
     """
     n, shape = backend.shape(indices)[0], backend.shape(values)[1:]
     order = backend.argsort(indices)
     ordered = backend.take(indices, order)
     here = backend.asarray(np.arange(n, dtype=np.int32))
     valid = ordered < backend.full((), rows, INT32)
-    before = backend.concat([backend.full((1,), -1, INT32, [indices]), ordered[:-1]])
-    first = (ordered > before) & valid
-    number = backend.cumsum(backend.cast(first, INT32))
-    past = backend.full((n,), n, INT32)
-    starts = backend.put(backend.full((n,), 0, INT32, [indices]), backend.where(first, number - 1, past), here)
-    position = here - backend.take(starts, backend.maximum(number - 1, backend.full((n,), 0, INT32)))
+    previous = backend.concat([backend.full((1,), -1, INT32, [indices]), ordered[:-1]])
+    first = (ordered > previous) & valid
+    # A run is a range of equal indices; run r, from 0, starts at starts[r].
+    runs = backend.cumsum(backend.cast(first, INT32))
+    past_end = backend.full((n,), n, INT32)
+    starts = backend.put(backend.full((n,), 0, INT32, [indices]), backend.where(first, runs - 1, past_end), here)
+    position = here - backend.take(starts, backend.maximum(runs - 1, backend.full((n,), 0, INT32)))
     added = _add_runs(backend, ordered, position, here, valid, backend.take(values, order))
-    filled, kept = here[:size] < number[-1], starts[:size]
-    nothing = backend.full((size, *shape), -0.0, backend.dtype(values))
+    filled, kept = here[:size] < runs[-1], starts[:size]
+    zeros = backend.full((size, *shape), -0.0, backend.dtype(values))
     return Distinct(
         backend.where(filled, backend.take(ordered, kept), backend.full((size,), rows, INT32)),
-        backend.where(across(filled, len(shape)), backend.take(added, kept), nothing),
-        number[-1],
+        backend.where(across(filled, len(shape)), backend.take(added, kept), zeros),
+        runs[-1],
     )
 
 
-def across(condition: Array, axes: int) -> Array:
-    """A vector with so many more axes of length 1."""
-    return condition[(slice(None), *[None] * axes)]
+def across(vector: Array, axes: int) -> Array:
+    """Appends ``axes`` axes of length 1."""
+    return vector[(slice(None), *[None] * axes)]
 
 
 def _add_runs(backend: Backend, ordered: Array, position: Array, here: Array, valid: Array, values: Array) -> Array:
-    """In each place, the sum of the run of equal indices from there on, in the canonical tree that begins there."""
+    """Sums each run of equal indices into its first element, in the canonical tree over the run.
+
+    Each iteration adds the element ``span`` further on, if it has the same index, and doubles ``span``.
+    """
     n, axes = backend.shape(ordered)[0], len(backend.shape(values)) - 1
     last = backend.full((n,), n - 1, INT32)
 
-    def longer(span: Array, values: Array) -> Array:
+    def has_longer_run(span: Array, values: Array) -> Array:
         return backend.total(backend.cast(valid & (position >= span), INT32)) > 0
 
-    def pairs(span: Array, values: Array) -> tuple[Array, Array]:
+    def add_pairs(span: Array, values: Array) -> tuple[Array, Array]:
         later = here + span
-        inside = backend.where(later > last, last, later)
-        same = (backend.take(ordered, inside) == ordered) & (later <= last)
-        return span * 2, backend.where(across(same, axes), backend.add(values, backend.take(values, inside)), values)
+        clamped = backend.where(later > last, last, later)
+        same = (backend.take(ordered, clamped) == ordered) & (later <= last)
+        return span * 2, backend.where(across(same, axes), backend.add(values, backend.take(values, clamped)), values)
 
-    return backend.loop(longer, pairs, backend.full((), 1, INT32), values)[1]
+    return backend.loop(has_longer_run, add_pairs, backend.full((), 1, INT32), values)[1]
 
 
 def union(backend: Backend, a: tuple[Array, Array], b: tuple[Array, Array], rows: int, size: int) -> Distinct:
-    """The rows of two tables, sorted; a row of both is ``a + b``.
+    """Merges two sorted tables of distinct rows; the value of a row in both is ``a + b``.
 
-    Each place of the result finds where its row comes from, so that all values are read and written once.
+    Computes for each row of the result where it comes from, so that all values are read and written once.
 
     Args:
-      a, b: indices and values, as `Distinct` has them.
-      rows: the number of rows of the whole array.
-      size: how many rows to keep.
+      a, b: indices and values as in `Distinct`.
+      rows: the number of rows of the dense array.
+      size: the number of rows to keep.
     """
     (a_indices, a_values), (b_indices, b_values) = a, b
     m, n, shape = backend.shape(a_indices)[0], backend.shape(b_indices)[0], backend.shape(a_values)[1:]
     end, zero = backend.full((), rows, INT32), backend.full((n,), 0, INT32)
-    held = backend.total(backend.cast(a_indices < end, INT32))
+    a_count = backend.total(backend.cast(a_indices < end, INT32))
     smaller = backend.search_sorted(a_indices, b_indices)
     shared = backend.take(a_indices, _at_most(backend, smaller, m - 1)) == b_indices
     present = b_indices < end
-    new = backend.cast(present & ~shared, INT32)
-    more = backend.cumsum(new)
-    # Places past the end are left out.
-    past = backend.full((n,), size, INT32)
-    place = backend.where(present, smaller + more - new, past)
+    only_b = backend.cast(present & ~shared, INT32)
+    only_b_count = backend.cumsum(only_b)
+    # Position in the result of each row of b. `put` drops positions past the end.
+    past_end = backend.full((n,), size, INT32)
+    position = backend.where(present, smaller + only_b_count - only_b, past_end)
     here = backend.asarray(np.arange(size, dtype=np.int32))
     like = [a_indices]
     none = backend.full((size,), n, INT32, like)
-    b_from = backend.put(none, place, backend.asarray(np.arange(n, dtype=np.int32)))
-    taken = backend.put(backend.full((size,), 0, INT32, like), backend.where(new > zero, place, past), new)
+    b_from = backend.put(none, position, backend.asarray(np.arange(n, dtype=np.int32)))
+    from_b_only = backend.where(only_b > zero, position, past_end)
+    taken = backend.put(backend.full((size,), 0, INT32, like), from_b_only, only_b)
     a_from = here - backend.cumsum(taken)
-    in_a, in_b = (taken == 0) & (a_from < held), b_from < none
+    in_a, in_b = (taken == 0) & (a_from < a_count), b_from < none
     a_from, b_from = backend.where(in_a, a_from, here * 0), _at_most(backend, b_from, n - 1)
     left, right = backend.take(a_values, a_from), backend.take(b_values, b_from)
     from_a, from_b = across(in_a, len(shape)), across(in_b, len(shape))
-    nothing = backend.full((size, *shape), -0.0, backend.dtype(a_values))
-    either = backend.where(from_a, left, backend.where(from_b, right, nothing))
+    zeros = backend.full((size, *shape), -0.0, backend.dtype(a_values))
+    either = backend.where(from_a, left, backend.where(from_b, right, zeros))
     padding = backend.full((size,), rows, INT32)
     b_or_padding = backend.where(in_b, backend.take(b_indices, b_from), padding)
     return Distinct(
         backend.where(in_a, backend.take(a_indices, a_from), b_or_padding),
         backend.where(from_a & from_b, backend.add(left, right), either),
-        held + more[-1],
+        a_count + only_b_count[-1],
     )
 
 
@@ -236,16 +240,16 @@ def _at_most(backend: Backend, positions: Array, last: int) -> Array:
 
 @operation("to_dense")
 def to_dense(rows: Leaf) -> Array:
-    """The whole array of a `RowSparse`, tf.IndexedSlices or BCOO leaf.
+    """Converts a `RowSparse`, tf.IndexedSlices or BCOO leaf to a dense array.
 
     Returns:
-      An array of the values' dtype. Values of a row that occurs several times are added in their own dtype.
+      An array of the values' dtype, in which duplicate rows are added.
 
     Raises:
-      GradCombineError: for another type, for a number of rows that is not known, and where indices are known for one
-        out of range. A traced index out of range is left out.
+      GradCombineError: for another type, for an unknown number of rows, and for an index out of range. Rows with a
+        traced index out of range are dropped.
 
-    Bits: the occurrences of a row are added in the canonical tree, in the order in which they stand.
+    Bits: duplicate rows are added in the canonical tree, in their order in ``indices``.
 
     >>> import numpy as np
     >>> from gradcombine import sparse
@@ -260,15 +264,15 @@ def to_dense(rows: Leaf) -> Array:
     if not holds_numbers(dtype):
         raise invalid("values of a dtype of numbers", dtype)
     zeros = backend.full(shape, 0, dtype)
-    once = _once(backend, slices, extent)
-    return zeros if once is None else backend.put(zeros, *once)
+    merged = _without_duplicates(backend, slices, extent)
+    return zeros if merged is None else backend.put(zeros, *merged)
 
 
 @operation("densify")
 def densify(values: Tree) -> Tree:
-    """A tree with `to_dense` of its row-sparse leaves, and the others as they are.
+    """Applies `to_dense` to the row-sparse leaves of a tree.
 
-    Sparse and dense contributions to one sum are made dense by it, as tf.AggregationMethod does by itself.
+    Needed before adding sparse and dense contributions, which tf.AggregationMethod converts automatically.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine import sparse
@@ -282,21 +286,20 @@ def densify(values: Tree) -> Tree:
 
 @operation("add_rows")
 def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
-    """``table + to_dense(rows)``, reading and writing only the rows that occur.
+    """Computes ``table + to_dense(rows)``, reading and writing only the stored rows.
 
-    In JAX, where the table's buffer is donated, it is written in place. A tf.Variable takes ``scatter_add`` of
-    tf.IndexedSlices instead.
+    JAX updates a donated table in place. For a tf.Variable, use ``scatter_add`` of tf.IndexedSlices instead.
 
     Args:
       table: an array of shape (rows, ...).
       rows: a `RowSparse`, tf.IndexedSlices or BCOO of that shape; its values are cast to the table's dtype.
-      unique: states that no row occurs twice, as in the results of `row_sum` and `row_mean`, which spares the sorting.
-        Of a row that does, one value counts, and which one is not defined.
+      unique: promises that there are no duplicate rows, as in the results of `row_sum` and `row_mean`, which avoids
+        sorting. If there are, an undefined one of their values is added.
 
     Raises:
-      GradCombineError: for shapes that differ, and where indices are known for one out of range.
+      GradCombineError: for different shapes, and for an index out of range unless the indices are traced.
 
-    Bits: one addition to each row that occurs, of the sum of its values, as `to_dense` adds them.
+    Bits: one addition per row, of the sum of its values, which are added as in `to_dense`.
 
     >>> import numpy as np
     >>> from gradcombine import sparse
@@ -306,29 +309,31 @@ def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
     slices = _required_slices(rows)
     check(unique=unique)
     backend = resolve([table, slices.indices, slices.values])
-    whole = backend.asarray(table)
-    expected = backend.shape(whole)
+    dense = backend.asarray(table)
+    expected = backend.shape(dense)
     received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
-    if not holds_numbers(np.dtype(backend.dtype(whole))):
-        raise invalid("a table of numbers", backend.dtype(whole))
+    if not holds_numbers(np.dtype(backend.dtype(dense))):
+        raise invalid("a table of numbers", backend.dtype(dense))
     require_equal("rows of shape {}", expected, received)
-    once = _once(backend, slices, expected[0], unique)
-    if once is None:
-        return whole
+    merged = _without_duplicates(backend, slices, expected[0], unique)
+    if merged is None:
+        return dense
     last = backend.full((), expected[0] - 1, INT32)
-    indices, values = once
-    inside = backend.where(indices > last, last, indices)
-    changed = backend.add(backend.take(whole, inside), backend.cast(values, backend.dtype(whole)))
-    return backend.put(whole, indices, changed)
+    indices, values = merged
+    clamped = backend.where(indices > last, last, indices)
+    changed = backend.add(backend.take(dense, clamped), backend.cast(values, backend.dtype(dense)))
+    return backend.put(dense, indices, changed)
 
 
 def _required_slices(leaf: Leaf) -> RowSlices:
     return require_given("a RowSparse, tf.IndexedSlices or BCOO", row_slices(leaf), type(leaf).__name__)
 
 
-def _once(backend: Backend, held: RowSlices, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
-    """Indices and values of each row once, those out of range left out; None where there are none at all."""
-    slices = require_rows(backend, held)
+def _without_duplicates(
+    backend: Backend, slices: RowSlices, rows: int, unique: bool = False
+) -> tuple[Array, Array] | None:
+    """Indices and values of distinct rows; indices out of range become padding. None if there are no rows."""
+    slices = require_rows(backend, slices)
     outside = require_in_range(backend, slices.indices, rows)
     n = backend.shape(slices.indices)[0]
     if n == 0:

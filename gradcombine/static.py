@@ -1,5 +1,10 @@
 # pyright: standard
-"""Constants in the structure of a state: what a leaf was made for, known without an array."""
+"""Constants in the structure of a state: the dtypes of results, absent gradients, and numbers of rows.
+
+A state has to keep, until `finalize`, the dtype of each result and which leaves have no gradient. Neither can be an
+array, as an absent leaf has none, and other objects do not pass through compiled functions. But every framework keeps
+the type of a container: so each constant is an empty NamedTuple of a type of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,13 @@ from gradcombine.types import Leaf
 
 
 class Static:
-    """Base class of the constants, each of which is a NamedTuple without fields as well.
+    """Base class of the constants.
 
     Attributes:
-      dtype: the dtype that it stands for; None where there is no gradient.
-      shape: that it stands for; None where that is not part of it. Where there is no gradient: of the array that says
-        so, as JAX's float0 does; None for None.
-      rows: the number of rows that it stands for; None for another constant.
+      dtype: the dtype of the leaf; None for "no gradient" and for a number of rows.
+      shape: the shape of the leaf, or None if the constant does not record it. For "no gradient": the shape of an
+        absent leaf that has one, such as a JAX float0 array.
+      rows: the number of rows; None for other constants.
     """
 
     dtype: np.dtype | None
@@ -40,19 +45,19 @@ class Static:
 
 @cache
 def static_dtype(dtype: str | np.dtype[Any], shape: tuple[int, ...] | None = None) -> Any:
-    """The constant that stands for a dtype, or for one and a shape.
+    """The constant for a dtype and, optionally, a shape.
 
     >>> static_dtype(np.dtype(np.float32)), static_dtype("bfloat16").dtype, static_dtype("float32", (2, 3))
     (float32, dtype(bfloat16), float32_2x3)
     """
-    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
-    name = str(known) if shape is None else "_".join([str(known), "x".join(map(str, shape))])
-    return _constant(name, dtype=known, shape=shape)
+    resolved: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
+    name = str(resolved) if shape is None else "_".join([str(resolved), "x".join(map(str, shape))])
+    return _constant(name, dtype=resolved, shape=shape)
 
 
 @cache
 def static_absence(shape: tuple[int, ...] | None = None) -> Any:
-    """The constant that stands for "no gradient".
+    """The constant for "no gradient".
 
     >>> static_absence(), static_absence((2, 3))
     (no_gradient, no_gradient_2x3)
@@ -63,7 +68,7 @@ def static_absence(shape: tuple[int, ...] | None = None) -> Any:
 
 @cache
 def static_rows(rows: int) -> Any:
-    """The constant that stands for a number of rows.
+    """The constant for a number of rows.
 
     >>> static_rows(1000), static_rows(1000).rows
     (rows_1000, 1000)
@@ -75,8 +80,8 @@ def static_rows(rows: int) -> Any:
 def _constant(
     name: str, dtype: np.dtype | None = None, shape: tuple[int, ...] | None = None, rows: int | None = None
 ) -> Any:
-    meaning = {"__slots__": (), "dtype": dtype, "shape": shape, "rows": rows}
-    return type(name, (Static, NamedTuple("Constant", [])), meaning)()
+    attributes = {"__slots__": (), "dtype": dtype, "shape": shape, "rows": rows}
+    return type(name, (Static, NamedTuple("Constant", [])), attributes)()
 
 
 is_static: Callable[[Any], bool] = Static.__instancecheck__
@@ -84,7 +89,7 @@ is_static: Callable[[Any], bool] = Static.__instancecheck__
 
 
 def static_of(leaf: Leaf, with_shape: bool = False) -> Any:
-    """The constant that stands for a leaf's dtype (and shape), or for its "no gradient"."""
+    """The constant for the dtype (and the shape) of a leaf, or for "no gradient"."""
     if leaf is None:
         return static_absence()
     backend = owner(leaf)

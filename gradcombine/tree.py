@@ -1,14 +1,9 @@
 # pyright: standard
-"""Gradient trees: taken apart into leaves with paths, compared, and put together again.
+"""Pytrees of gradients: flattens them to leaves with paths, compares their structures, and rebuilds them.
 
-Containers are dicts, lists, tuples, NamedTuples and whatever node types a loaded framework registers. A leaf is an
-array, a Python number, a shape/dtype spec, or None for "no gradient". Dict keys are visited in sorted order, as JAX and
-tf.nest do.
-
-A state has to know, long after its last contribution, in which dtype its result leaves, and which leaves have no
-gradient. An array can say so only by being there, and what is neither array nor container does not pass through a
-compiled function. But the type of a container does, in every framework: so each constant is an empty NamedTuple, of a
-class of its own. Row-sparse arrays say their number of rows in the same way.
+Containers are dicts, lists, tuples, NamedTuples and the node types that a loaded framework registers. A leaf is an
+array, a Python number, a shape/dtype spec, or None for "no gradient". Dict keys are visited in sorted order, as in JAX
+and tf.nest.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from gradcombine.backends.registry import (
     shape_of,
 )
 from gradcombine.errors import GradCombineError, invalid
-from gradcombine.static import (  # noqa: F401 (states that were pickled name them here)
+from gradcombine.static import (  # noqa: F401 (pickled states refer to them by this module's name)
     Static,
     is_static,
     static_absence,
@@ -44,15 +39,15 @@ from gradcombine.types import Array, Leaf, Tree
 
 
 class Structure:
-    """The containers of a tree without its leaves. Two structures are equal when their trees match leaf by leaf.
+    """The containers of a tree, without its leaves. Two structures are equal if their trees match leaf by leaf.
 
     Attributes:
-      kind: the class of the container; None for a leaf.
-      names: of the children: the keys of a dict, the positions of a list, the fields of a NamedTuple.
-      form: how a path spells a name, for instance ``"[{!r}]"``.
-      children: their structures.
-      static: what else must be equal for two containers to match.
-      rebuild: makes the container of a sequence of children; None for a leaf.
+      kind: the type of the container; None for a leaf.
+      names: the names of the children: the keys of a dict, the indices of a list, the fields of a NamedTuple.
+      form: format string of a name in a path, for instance ``"[{!r}]"``.
+      children: the structures of the children.
+      static: metadata that must be equal for two containers to match.
+      rebuild: makes the container from a sequence of children; None for a leaf.
     """
 
     __slots__ = ("children", "form", "kind", "names", "rebuild", "static")
@@ -83,18 +78,18 @@ class Structure:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """How a path names each child, for instance ``"['w']"``."""
+        """The path element of each child, for instance ``"['w']"``."""
         return tuple(map(self.form.format, self.names))
 
     def paths(self, prefix: str = "") -> Iterator[str]:
-        """One printable path a leaf, in the order of `flatten`."""
+        """The printable path of each leaf, in the order of `flatten`."""
         if self.rebuild is None:
             yield prefix
         for key, child in zip(self.keys, self.children, strict=True):
             yield from child.paths(prefix + key)
 
     def path(self, i: int) -> str:
-        """The path of leaf number i."""
+        """The path of leaf ``i``."""
         return next(islice(self.paths(), i, None))
 
     def __str__(self) -> str:
@@ -103,17 +98,17 @@ class Structure:
 
 LEAF = Structure()
 MOST_LEVELS = 100
-"""Containers inside one another; a tree that contains itself has no end."""
+"""Maximal depth of nested containers; bounds the recursion for a tree that contains itself."""
 _DIFFERENCES_NAMED = 3
 _NUMPY_LEAVES = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Leaf], Structure]:
-    """The leaves of a tree, None among them, and its structure.
+    """Returns the leaves of a tree, including None, and its structure.
 
     Raises:
-      GradCombineError: for an object that is neither a container nor a leaf, for keys of a dict that cannot be sorted,
-        and for more than `MOST_LEVELS` of containers, as in a tree that contains itself.
+      GradCombineError: for an object that is neither a container nor a leaf, for dict keys that cannot be sorted, and
+        for containers nested deeper than `MOST_LEVELS`.
     """
     leaves: list[Leaf] = []
     return leaves, _visit(tree, leaves, is_leaf, 0)
@@ -144,11 +139,11 @@ def _visit(node: Tree, leaves: list[Leaf], is_leaf: Callable[[Tree], bool] | Non
         except GradCombineError as error:
             error.within(split.form.format(split.names[len(children)]))
             raise
-    return Structure(_kind(node), split.names, split.form, tuple(children), split.static, split.rebuild)
+    return Structure(_container_type(node), split.names, split.form, tuple(children), split.static, split.rebuild)
 
 
 def unflatten(structure: Structure, leaves: Iterable[Leaf]) -> Tree:
-    """The tree of this structure with these leaves."""
+    """Builds the tree of this structure with these leaves."""
     remaining = iter(leaves)
     return next(remaining) if structure.rebuild is None else _build(structure, remaining)
 
@@ -159,10 +154,10 @@ def _build(node: Structure, remaining: Iterator[Leaf]) -> Tree:
 
 
 def flatten_as(structure: Structure, tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[Leaf]:
-    """The leaves of a tree that must have this structure.
+    """Returns the leaves of a tree.
 
     Raises:
-      GradCombineError: where the structures part, with the path.
+      GradCombineError: if the tree does not have this structure; its path is the first difference.
     """
     leaves: list[Leaf] = []
     if not _fill(structure, tree, leaves, is_leaf):
@@ -171,13 +166,13 @@ def flatten_as(structure: Structure, tree: Tree, is_leaf: Callable[[Tree], bool]
 
 
 def _fill(expected: Structure, node: Tree, leaves: list[Leaf], is_leaf: Callable[[Tree], bool] | None) -> bool:
-    """Appends the leaves of a node; whether it has this structure."""
-    known = node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node))
-    split = None if known else _split(node)
+    """Appends the leaves of a node; returns whether it has this structure."""
+    known_leaf = node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node))
+    split = None if known_leaf else _split(node)
     if split is None:
         leaves.append(node)
-        return expected.rebuild is None and (known or owner(node) is not None)
-    if expected.kind is not _kind(node) or expected.names != split.names or expected.static != split.static:
+        return expected.rebuild is None and (known_leaf or owner(node) is not None)
+    if expected.kind is not _container_type(node) or expected.names != split.names or expected.static != split.static:
         return False
     for child, inner in zip(split.children, expected.children, strict=True):
         if inner.rebuild is None and type(child) in LEAF_TYPES:
@@ -188,10 +183,10 @@ def _fill(expected: Structure, node: Tree, leaves: list[Leaf], is_leaf: Callable
 
 
 def split_as(prefix: Structure, tree: Tree) -> list[Tree]:
-    """The subtrees that stand where a prefix structure has its leaves.
+    """Returns the subtrees of a tree at the leaves of a prefix structure.
 
     Raises:
-      GradCombineError: where the tree does not begin as the prefix does, with the path.
+      GradCombineError: if the structure is not a prefix of the tree's; its path is the first difference.
     """
     subtrees: list[Tree] = []
     _take(prefix, tree, subtrees)
@@ -203,7 +198,7 @@ def _take(expected: Structure, node: Tree, subtrees: list[Tree]) -> None:
         subtrees.append(node)
         return
     split = _split(node)
-    received = LEAF if split is None else _level(_kind(node), split.names, split.form, split.static)
+    received = LEAF if split is None else _level(_container_type(node), split.names, split.form, split.static)
     wanted = _level(expected.kind, expected.names, expected.form, expected.static)
     if split is None or received != wanted:
         raise difference(wanted, received)
@@ -219,7 +214,7 @@ def _take(expected: Structure, node: Tree, subtrees: list[Tree]) -> None:
 
 
 def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
-    """``a`` where the scalar condition holds, else ``b``: picked where it is known, by `where` on each array if not."""
+    """``a`` if the scalar condition holds, else ``b``; a `where` on each array if the condition is traced."""
     known = backend.concrete(condition)
     if known is not None:
         return a if known else b
@@ -230,7 +225,7 @@ def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
 
 
 def require_alike(expected: Tree, received: Tree) -> None:
-    """Raises unless a tree has the containers, shapes and dtypes of another one, and arrays in place of specs."""
+    """Raises unless ``received`` has the structure, shapes and dtypes of ``expected``, and arrays as leaves."""
     leaves, structure = flatten(expected)
     for i, (x, y) in enumerate(zip(leaves, flatten_as(structure, received), strict=True)):
         if not is_array_of(y, dtype_of(x), shape_of(x)):
@@ -238,23 +233,23 @@ def require_alike(expected: Tree, received: Tree) -> None:
 
 
 def difference(expected: Structure, received: Structure, path: str = "") -> GradCombineError:
-    """The error that names the first places where two structures differ."""
-    unequal = _differences(expected, received, path)
-    place, wanted, got = next(unequal, (path, "the same nodes", "others"))
-    also = [other for other, _, _ in islice(unequal, _DIFFERENCES_NAMED)]
+    """The error for two different structures; names the first paths at which they differ."""
+    differences = _differences(expected, received, path)
+    first, wanted, got = next(differences, (path, "the same nodes", "others"))
+    also = [other for other, _, _ in islice(differences, _DIFFERENCES_NAMED)]
     if also:
-        more = sum(1 for _ in unequal)
-        got += f"; they differ at {', '.join(also)} as well" + (f" and in {more} more places" if more else "")
-    return invalid(f"the structure to have {wanted} here", got, place or "(root)")
+        more = sum(1 for _ in differences)
+        got += f"; also different: {', '.join(also)}" + (f" and {more} more" if more else "")
+    return invalid(f"the structure to have {wanted} here", got, first or "(root)")
 
 
 def _differences(a: Structure, b: Structure, path: str) -> Iterator[tuple[str, str, str]]:
-    """Path, expected and received of each place where two structures differ."""
+    """The path of each difference between two structures, with descriptions of the nodes of both."""
     if a.kind is not b.kind:
         yield path, str(a), str(b)
     elif a.names == b.names:
         if a.static != b.static:
-            yield path, f"{a} with the same static fields", "other ones"
+            yield path, f"{a} with the same static fields", "different ones"
         for key, x, y in zip(a.keys, a.children, b.children, strict=True):
             yield from _differences(x, y, path + key)
     else:
@@ -273,16 +268,16 @@ def _level(kind: type | None, names: tuple[Any, ...], form: str, static: Any) ->
     return Structure(kind, names, form, (LEAF,) * len(names), static)
 
 
-def _kind(node: Tree) -> type:
-    kind = type(node)
-    if kind in (dict, list, tuple):
-        return kind
-    # The wrappers that tf.Module puts around dicts and lists stand for plain ones.
+def _container_type(node: Tree) -> type:
+    cls = type(node)
+    if cls in (dict, list, tuple):
+        return cls
+    # tf.Module wraps dicts and lists in subclasses, which count as dict and list.
     if isinstance(node, OrderedDict):
         return OrderedDict
     if isinstance(node, dict):
         return dict
-    return list if isinstance(node, list) else kind
+    return list if isinstance(node, list) else cls
 
 
 def _split(node: Tree) -> Split | None:
@@ -293,15 +288,15 @@ def _split(node: Tree) -> Split | None:
         if names is not None:
             cls: Any = type(node)
             return Split(names, tuple(node), lambda children: cls(*children), form=".{}")
-        kind = tuple if isinstance(node, tuple) else list
-        return Split(tuple(range(len(node))), tuple(node), kind, form="[{}]")
+        rebuild = tuple if isinstance(node, tuple) else list
+        return Split(tuple(range(len(node))), tuple(node), rebuild, form="[{}]")
     if node is None:
         return None
     backend = owner(node)
-    # A registered node that wraps an array, as flax.nnx.Variable does, has a dtype and a shape as well.
+    # The NumPy backend owns all objects with a dtype and a shape, even registered nodes such as flax.nnx.Variable.
     if backend is not None and (backend.name != "numpy" or isinstance(node, _NUMPY_LEAVES)):
         return None
-    if isinstance(node, Iterator):  # JAX warns of it
+    if isinstance(node, Iterator):  # JAX warns about iterators
         return None
     for backend in loaded():
         split = backend.split(node)
@@ -311,25 +306,26 @@ def _split(node: Tree) -> Split | None:
 
 
 def _split_dict(node: dict[Any, Any]) -> Split:
-    kind, order = _kind(node), tuple(node)
+    cls, order = _container_type(node), tuple(node)
     try:
-        names = order if kind is OrderedDict else tuple(_sorted(order))
+        names = order if cls is OrderedDict else tuple(_sorted(order))
     except TypeError:
-        kinds = sorted({type(name).__name__ for name in node})
-        raise invalid("keys that can be sorted", f"keys of {', '.join(kinds)}") from None
-    rebuild = partial(_dict_of, kind, names, order)
+        types = sorted({type(name).__name__ for name in node})
+        raise invalid("keys that can be sorted", f"keys of {', '.join(types)}") from None
+    rebuild = partial(_dict_of, cls, names, order)
     return Split(names, tuple(map(node.__getitem__, names)), rebuild, form="[{!r}]")
 
 
-def _dict_of(kind: type, names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Tree]) -> Tree:
+def _dict_of(cls: type, names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Tree]) -> Tree:
+    """The dict of children, which are sorted by ``names``, with its keys in their original order."""
     by_name = dict(zip(names, children, strict=True))
-    return (
-        by_name if kind is dict and names == order else kind(zip(order, map(by_name.__getitem__, order), strict=True))
-    )
+    if cls is dict and names == order:
+        return by_name
+    return cls(zip(order, map(by_name.__getitem__, order), strict=True))
 
 
-def _sorted(names: Iterable[Any]) -> list[Leaf]:
+def _sorted(names: Iterable[Any]) -> list[Any]:
     try:
         return sorted(names)
-    except TypeError:  # keys of several types, which JAX refuses in its own trees
+    except TypeError:  # keys of several types
         return sorted(names, key=lambda name: (type(name).__name__, name))

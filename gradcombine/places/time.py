@@ -10,13 +10,13 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
 from gradcombine.errors import (
     MOST,
-    in_kind,
     invalid,
     operation,
     require_given,
     require_type,
     shown,
     translate_errors,
+    type_name,
     within,
 )
 from gradcombine.places import binary_counter
@@ -214,7 +214,7 @@ def require_state_of(reduction: Reduction, state: State) -> None:
         if isinstance(state.levels, BinaryCounter):
             counts["levels.filled"] = state.levels.filled
         elif not listed or len(state.levels) != 1:
-            raise invalid("1 level, or a BinaryCounter", in_kind(state.levels), ".levels")
+            raise invalid("1 level, or a BinaryCounter", type_name(state.levels), ".levels")
         for name, count in counts.items():
             require_count(count, f".{name}")
         part, path = _first_level(state)

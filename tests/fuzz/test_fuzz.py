@@ -80,7 +80,7 @@ NO_REGULAR_FILES = {
 @pytest.mark.parametrize("read", [read_log, read_rules, report.read_baseline])
 def test_only_regular_files_are_read(read: Any, make: Any, tmp_path: Path) -> None:
     make(tmp_path / "x")
-    with pytest.raises(gc.GradCombineError, match=r"which (is no regular file|does not exist)"):
+    with pytest.raises(gc.GradCombineError, match=r"which (is not a regular file|does not exist)"):
         read(tmp_path / "x")
 
 

@@ -23,7 +23,7 @@ def other(leaf: Any) -> Any:
 CASES: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], str]] = {
     "structure": (
         lambda to: gc.mean([to(NAMED), to({"decoder": {"v": ONE}})]),
-        r"mean: leaf \['decoder'\]\['w'\]: expected .*, received nothing; they differ at \['decoder'\]\['v'\]",
+        r"mean: leaf \['decoder'\]\['w'\]: expected .*, received nothing; also different: \['decoder'\]\['v'\]",
     ),
     "structure, deeper": (
         lambda to: gc.mean([to(NAMED), to(other([ONE]))]),

@@ -32,13 +32,13 @@ DIFFERENT: dict[str, tuple[Any, str, str, str]] = {
         without(*(f"layer000{i}" for i in range(5))),
         "['layer0000']",
         "a dict of 2",
-        "nothing; they differ at ['layer0001'], ['layer0002'], ['layer0003'] as well and in 1 more places",
+        "nothing; also different: ['layer0001'], ['layer0002'], ['layer0003'] and 1 more",
     ),
     "all missing": (
         {},
         "['layer0000']",
         "a dict of 2",
-        "nothing; they differ at ['layer0001'], ['layer0002'], ['layer0003'] as well and in 2996 more places",
+        "nothing; also different: ['layer0001'], ['layer0002'], ['layer0003'] and 2996 more",
     ),
     "another container": (list(MANY.values()), "(root)", "a dict of 3000", "a list of 3000"),
 }

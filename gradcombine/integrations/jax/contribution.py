@@ -17,7 +17,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, in_kind, invalid, require_one, require_tuple, translate_errors
+from gradcombine.errors import MOST, invalid, require_one, require_tuple, translate_errors, type_name
 from gradcombine.integrations.jax.arrays import examples
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.norms import WithNorms
@@ -269,7 +269,7 @@ class Objective:
     def _opened(self, output: Tree) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
         expected = "a loss that is a real floating scalar"
-        with translate_errors(expected, received=in_kind(output.value)):
+        with translate_errors(expected, received=type_name(output.value)):
             value = jnp.asarray(output.value)
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
             raise invalid(expected, f"{value.dtype} of shape {value.shape}")
@@ -279,7 +279,7 @@ class Objective:
         bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
         if (bare != self.loss.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
             wanted = "(value, aux)" if self.loss.has_aux else "a scalar (or (value, aux), with has_aux=True)"
-            raise invalid(f"a loss that returns {wanted} or a LossOutput", in_kind(output))
+            raise invalid(f"a loss that returns {wanted} or a LossOutput", type_name(output))
         return opened(output, self.loss.has_aux)
 
     def _weight(self, args: Sequence[Tree], returned: Tree, default_weight: int | None) -> Scalar:
