@@ -1,7 +1,8 @@
-"""The orders in which other systems add, by name: so that a difference from their result is explained to the last bit.
+"""Reproduces the order of additions of other systems, to explain differences from their results to the last bit.
 
-The functions of `SUMS` and `MEANS` take a list of trees, in the order in which the other system numbers them. Observed
-on CPU (x86 with fused multiply-add) with TensorFlow 2.21, JAX 0.10.2 and optax 0.2.8; other versions may differ.
+The functions in `SUMS` and `MEANS` take a list of trees in the order of the other system's indices, such as ranks.
+Verified on CPU (x86 with fused multiply-add) with TensorFlow 2.21, JAX 0.10.2 and optax 0.2.8; other versions may
+differ.
 """
 
 from __future__ import annotations
@@ -42,23 +43,22 @@ def left_chain(values: Sequence[Tree], dtype: DType = None) -> Tree:
     """The sum from left to right: ``((v_1 + v_2) + v_3) + ...``.
 
     Args:
-      values: a list of one tree or more, of one structure, with leaves of equal shapes and dtypes. A leaf that is None
-        in all of them is None in the result.
-      dtype: of the running sum. None: the contributions' own.
+      values: a list of one or more trees of the same structure, shapes and dtypes. A leaf that is None in all trees is
+        None in the result.
+      dtype: the dtype of the running sum. None: the dtype of the contributions.
 
     Returns:
-      The sum, of the contributions' dtype.
+      The sum, in the dtype of the contributions.
 
     Raises:
-      GradCombineError: for an empty list, trees that do not match, a leaf that is None in some of them only.
+      GradCombineError: for an empty list, trees that do not match, and a leaf that is None in some trees only.
 
-    Bits: those of plain additions in eager Python; of `tf.add_n` under jit_compile; of
-    ``AggregationMethod.EXPERIMENTAL_TREE`` and ``EXPERIMENTAL_ACCUMULATE_N`` where Grappler is off (see `addn_blocks`);
-    and of `jax.lax.psum` over pmap and shard_map, by rank: there bfloat16 is added in float32 and rounded once
-    (``dtype="float32"``), float16 at each addition.
+    Bits: those of additions in eager Python; of `tf.add_n` under jit_compile; of
+    ``AggregationMethod.EXPERIMENTAL_TREE`` and ``EXPERIMENTAL_ACCUMULATE_N`` with Grappler off (see `addn_blocks`); and
+    of `jax.lax.psum` in pmap and shard_map, by rank, which adds bfloat16 in float32 and rounds once
+    (``dtype="float32"``), and rounds float16 at each addition.
 
-    References: math_ops.accumulate_n and gradients_util._AggregatedGrads in TensorFlow; for psum and XLA, observation
-    alone.
+    References: math_ops.accumulate_n and gradients_util._AggregatedGrads in TensorFlow; for psum and XLA, measurements.
 
     >>> import numpy as np
     >>> left_chain([np.float32([1e8]), np.float32([1]), np.float32([-1e8])])
@@ -76,29 +76,29 @@ def left_chain(values: Sequence[Tree], dtype: DType = None) -> Tree:
 
 @operation("addn_blocks")
 def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reused: int = 0) -> Tree:
-    """The sum as TensorFlow's AddN kernel forms it: ``(block_1 + block_2) + ...``, each block a left chain.
+    """The sum of TensorFlow's AddN kernel: ``(block_1 + block_2) + ...``, each block a left chain.
 
-    The first block has n % 8 terms (8 for a remainder of 0, 9 for 1), each later one 8. Up to nine terms are a left
+    The first block has n % 8 terms (8 for a remainder of 0, 9 for 1), the other ones 8. Up to nine terms are a left
     chain.
 
     Args:
       values: as for `left_chain`.
-      names: in a tf.function, of the graph nodes whose outputs are added, one per tree. Grappler sorts the inputs of an
-        AddN by them, as strings (``"a_10"`` before ``"a_2"``, ``"replica_1/x"`` before rank 0's ``"x"``), and makes
-        one AddN of any chain or tree of additions. None: the terms are added in the order given, as in eager mode.
-      reused: the number (after sorting) of the term that changes places with the first. In a graph the kernel writes
-        into the buffer of the first term that nothing else uses, and begins with it: 0 where that is the first term,
-        or where there is none (arguments, variables and constants are in use).
+      names: in a tf.function, the names of the graph nodes whose outputs are added, one per tree. Grappler merges any
+        chain or tree of additions into one AddN and sorts its inputs by name, as strings (``"a_10"`` before ``"a_2"``,
+        ``"replica_1/x"`` before rank 0's ``"x"``). None: adds in the order of ``values``, as in eager mode.
+      reused: the index, after sorting, of the term that is swapped with the first one. In a graph the kernel writes
+        into the buffer of the first term that has no other user, and starts with that term. 0 if that is the first
+        term, or if all terms have other users, as arguments, variables and constants do.
 
     Returns:
-      The sum, of the contributions' dtype.
+      The sum, in the dtype of the contributions.
 
     Raises:
-      GradCombineError: as `left_chain`; for a wrong number of names, or a term that is not there.
+      GradCombineError: as `left_chain`; for a wrong number of names, and for ``reused`` out of range.
 
     Bits: those of `tf.add_n` on CPU, eager and in a tf.function; of ``tf.gradients`` with any AggregationMethod in a
-    tf.function; of MirroredStrategy with ReductionToOneDevice, by rank; and of ``strategy.reduce`` onto a CPU, whatever
-    the strategy's cross-device operations are.
+    tf.function; of MirroredStrategy with ReductionToOneDevice, by rank; and of ``strategy.reduce`` to a CPU, with any
+    cross-device operations.
 
     References: kernels/aggregate_ops.cc, grappler's arithmetic optimizer, cross_device_ops.ReductionToOneDevice and
     MirroredStrategy's _reduce_to in TensorFlow.
@@ -110,9 +110,9 @@ def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reus
     """
     trees = require_list("a list of trees", values)
     if names is not None:
-        named = isinstance(names, (list, tuple)) and {type(name) for name in names} <= {str}
-        if not named or len(names) != len(trees):
-            raise invalid(f"{len(trees)} names", len(names) if named else shown(names))
+        are_names = isinstance(names, (list, tuple)) and {type(name) for name in names} <= {str}
+        if not are_names or len(names) != len(trees):
+            raise invalid(f"{len(trees)} names", len(names) if are_names else shown(names))
         trees = [trees[i] for i in sorted(range(len(trees)), key=names.__getitem__)]
     last = len(trees) - 1
     reused = require_integer(f"a reused term from 0 to {last}", reused, 0, last)
@@ -125,16 +125,16 @@ def hierarchical_copy(values: Sequence[Tree]) -> Tree:
     """The sum of two halves, each by `addn_blocks`: ``addn(v_1 ... v_h) + addn(v_{h+1} ... v_2h)``, h = n // 2.
 
     Args:
-      values: as for `left_chain`, by rank. The last of an odd number is left out, as TensorFlow leaves it out.
+      values: as for `left_chain`, by rank. The last of an odd number of trees is omitted, as in TensorFlow.
 
     Returns:
-      The sum, of the contributions' dtype; one tree passes through unchanged.
+      The sum, in the dtype of the contributions; a single tree is returned unchanged.
 
     Raises:
       GradCombineError: as `left_chain`.
 
-    Bits: those of an all-reduce in MirroredStrategy's replica context with HierarchicalCopyAllReduce, eager. In a
-    tf.function Grappler makes one AddN of the three: `addn_blocks` over the same 2h ranks.
+    Bits: those of an eager all-reduce in MirroredStrategy's replica context with HierarchicalCopyAllReduce. In a
+    tf.function Grappler merges the three sums into one AddN: `addn_blocks` over the same 2h ranks.
 
     References: cross_device_utils.aggregate_gradients_using_hierarchical_copy in TensorFlow.
 
@@ -154,13 +154,13 @@ def hierarchical_copy(values: Sequence[Tree]) -> Tree:
 
 
 def chain(backend: Backend, terms: Sequence[Array]) -> Array:
-    """One leaf's `left_chain`."""
+    """`left_chain` of one leaf."""
     return reduce(backend.add, terms)
 
 
 def blocks(backend: Backend, terms: Sequence[Array]) -> Array:
-    """One leaf's `addn_blocks`."""
-    # The kernel has functors for 2 to 9 terms, which begin a sum, and one that adds 8 terms to it.
+    """`addn_blocks` of one leaf."""
+    # The kernel has functors that start a sum with 2 to 9 terms, and one that adds 8 more.
     first = (len(terms) - 2) % _BLOCK + 2
     later = range(first, len(terms), _BLOCK)
     return chain(backend, [chain(backend, terms[i : i + n]) for i, n in [(0, first), *((i, _BLOCK) for i in later)]])
@@ -172,26 +172,25 @@ _ALIGNED_BYTES = 64
 
 @operation("ring")
 def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
-    """The sum as TensorFlow's ring all-reduce forms it: chunk k is ``((v_k + v_{k+1}) + ...) + v_{k-1}``, ranks from 0.
+    """The sum of TensorFlow's ring all-reduce: chunk k is ``((v_k + v_{k+1}) + ...) + v_{k-1}``, ranks from 0.
 
-    A chunk has ``ceil(size / n)`` elements, rounded up to a multiple of 64 bytes (and to the next one, where it is a
-    multiple already): so the last chunks may be short or empty, and up to 16 elements of float32 are a left chain.
-    Large chunks are not subdivided, though ring_alg.cc knows how to.
+    A chunk has ``ceil(size / n)`` elements, rounded up to a multiple of 64 bytes, or to the next one if it already is
+    a multiple. So the last chunks may be short or empty, and up to 16 float32 elements are a left chain. Large chunks
+    are not subdivided, although ring_alg.cc has code for it.
 
     Args:
       values: as for `left_chain`, one tree per rank, of one dtype: float16, bfloat16, float32, float64, int32 or int64.
-      packed: whether the leaves, flattened, last leaf first, go round as one array, as in a tf.function. False: each
-        leaf by itself, as in eager mode.
+      packed: whether the leaves are flattened and concatenated, last leaf first, as in a tf.function. False: a ring per
+        leaf, as in eager mode.
 
     Returns:
-      The sum, of the contributions' dtype.
+      The sum, in the dtype of the contributions.
 
     Raises:
-      GradCombineError: as `left_chain`, and for a dtype that the ring does not know, or several in one pack.
+      GradCombineError: as `left_chain`, for an unsupported dtype, and for several dtypes in one pack.
 
-    Bits: those of an all-reduce of the whole tree in the replica context of a MirroredStrategy over CPUs of one process
-    with its default operations, on every rank. A mean is that sum, divided. ``strategy.reduce`` adds otherwise: see
-    `addn_blocks`.
+    Bits: those of an all-reduce of the tree in the replica context of a MirroredStrategy over CPUs of one process with
+    its default operations, on every rank. A mean is that sum, divided. For ``strategy.reduce`` see `addn_blocks`.
 
     References: common_runtime/ring_alg.cc, ring_reducer.cc and base_collective_executor.cc,
     CollectiveAllReduce._all_reduce and CollectiveReplicaLauncher.batch_all_reduce in TensorFlow.
@@ -202,9 +201,9 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     array([0., 0., 1.], dtype=float32)
     """
     trees = require_list("a list of trees", values)
-    kinds = require_dtypes(trees[0], _RING_DTYPES)
-    if require_flag("packed", packed) and len(set(kinds)) > 1:
-        raise invalid("leaves of one dtype in a pack", ", ".join(sorted({x.name for x in kinds})))
+    leaf_dtypes = require_dtypes(trees[0], _RING_DTYPES)
+    if require_flag("packed", packed) and len(set(leaf_dtypes)) > 1:
+        raise invalid("leaves of one dtype in a pack", ", ".join(sorted({x.name for x in leaf_dtypes})))
     leaves, structure = tree.flatten(trees[0])
     shapes: list[tuple[int, ...]] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
@@ -212,21 +211,21 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
             backend = resolve([leaf])
             shapes += [] if is_absent(leaf) else [backend.shape(backend.asarray(leaf))]
     packs = [shapes] if packed else [[shape] for shape in shapes]
-    numbers = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, kinds, strict=False)]
-    chunks = iter([leaf for pack in numbers for leaf in pack])
+    pack_chunks = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, leaf_dtypes, strict=False)]
+    chunks = iter([leaf for pack in pack_chunks for leaf in pack])
 
-    def around(backend: Backend, terms: list[Array]) -> Array:
+    def ring_sum(backend: Backend, terms: list[Array]) -> Array:
         chunk = next(chunks)
         total = terms[0]
         for k in np.unique(chunk):
             total = backend.where(chunk == k, chain(backend, terms[k:] + terms[:k]), total)
         return total
 
-    return by_leaf(trees, around)
+    return by_leaf(trees, ring_sum)
 
 
 def _chunks(shapes: Sequence[tuple[int, ...]], dtype: np.dtype, ranks: int) -> list[np.ndarray]:
-    """For each leaf of a pack, the chunk of each of its elements. The last leaf comes first in the pack."""
+    """The chunk index of each element, for each leaf of a pack. The last leaf comes first in the pack."""
     sizes = [math.prod(shape) for shape in shapes]
     length = -(-sum(sizes) // ranks)
     length += _ALIGNED_BYTES // dtype.itemsize - length % (_ALIGNED_BYTES // dtype.itemsize)
@@ -244,27 +243,27 @@ _WELFORD_DTYPES = ("float16", "bfloat16", "float32")
 def welford(values: Sequence[Tree], fused: bool = True, accumulator: DType = FLOAT32, divided: bool = False) -> Tree:
     """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
 
-    XLA multiplies by ``1 / (n + 1)``, rounded, in place of the division, and contracts that product and the addition
-    into one fused multiply-add. It divides, and fuses nothing, where a leaf has one element, and where all is bfloat16;
-    that of JAX 0.9 does so everywhere.
+    XLA replaces the division by a multiplication with the rounded ``1 / (n + 1)``, and contracts it with the addition
+    to a fused multiply-add. For leaves of one element, and if all dtypes are bfloat16, it divides and does not fuse.
+    XLA of JAX 0.9 always divides.
 
     Args:
       values: as for `left_chain`, of float32, bfloat16 or float16.
-      fused: whether products are fused into additions, as in optax outside and inside of jit. False: they are rounded
-        by themselves, as under jax.disable_jit.
-      accumulator: the dtype that the mean has between two contributions, MultiSteps' ``accumulator_dtype``. The last
-        step is not rounded to it. Where the contributions have the same narrow dtype, each operation is.
-      divided: whether all leaves are divided, as with JAX 0.9; ``fused`` says nothing then.
+      fused: whether products are fused into additions, as in optax with and without jit. False: products are rounded,
+        as under jax.disable_jit.
+      accumulator: the dtype of the mean between two contributions, MultiSteps' ``accumulator_dtype``. The last step is
+        not rounded to it. If the contributions have the same narrow dtype, each operation is rounded to it.
+      divided: whether all leaves are divided, as in JAX 0.9; ``fused`` is ignored then.
 
     Returns:
-      The mean, of the contributions' dtype.
+      The mean, in the dtype of the contributions.
 
     Raises:
       GradCombineError: as `left_chain`, and for another dtype.
 
-    Bits: those of MultiSteps with its default settings, given gradients as arguments: where one is computed in the same
-    program, its last product may be fused, too. Excepted are numbers beyond 2**115 or below 2**-100, as the fused
-    multiply-add is made of float32 operations; and float16 in a float16 accumulator where the CPU has AVX512-FP16.
+    Bits: those of MultiSteps with its default settings, for gradients that are arguments: if a gradient is computed in
+    the same program, its last product may be fused, too. Exceptions: values above 2**115 or below 2**-100, as the fused
+    multiply-add is emulated in float32; and float16 in a float16 accumulator on CPUs with AVX512-FP16.
 
     References: optax.MultiSteps, transforms/_accumulation.py; Welford, "Note on a method for calculating corrected sums
     of squares and products", 1962.
@@ -285,20 +284,20 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: DType = FLO
 
 @operation("mean_of_means")
 def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Scalar] | None = None) -> Tree:
-    """Each rank's weighted mean, then their unweighted mean: what a program reports that forgets the ranks' weights.
+    """The unweighted mean over ranks of each rank's weighted mean: the result of a program that omits the rank weights.
 
     Args:
       values: as for `left_chain`: n / ranks trees of rank 0, then those of rank 1, and so on.
-      ranks: how many; the number of trees is a multiple of it.
+      ranks: the number of ranks, which divides the number of trees.
       weights: one scalar per tree; None: all 1.
 
     Returns:
-      The mean of means, of the contributions' dtype.
+      The mean of means, in the dtype of the contributions.
 
     Raises:
-      GradCombineError: as `gradcombine.mean`, and for trees or weights that do not divide evenly.
+      GradCombineError: as `gradcombine.mean`, for trees that do not divide evenly, and for a wrong number of weights.
 
-    Bits: those of `gradcombine.mean`, rounded once per rank and once more.
+    Bits: those of `gradcombine.mean`, rounded once per rank and once more for the mean over ranks.
 
     >>> import numpy as np
     >>> mean_of_means([np.float32([x]) for x in (1, 2, 3, 4)], ranks=2, weights=[1, 1, 3, 1])
@@ -335,10 +334,10 @@ def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.
 
 
 def by_leaf(values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array]) -> Tree:
-    """The tree of ``rule(backend, terms)``, the terms of a leaf in the order of the trees; called in `flatten`'s order.
+    """The tree of ``rule(backend, terms)`` of each leaf, with one term per tree; calls the rule in `flatten` order.
 
     Raises:
-      GradCombineError: for trees of different structures, shapes or dtypes, and for a leaf that is None in some of them
+      GradCombineError: for trees of different structures, shapes or dtypes, and for a leaf that is None in some trees
         only.
     """
     trees = require_list("a list of trees", values)
@@ -362,26 +361,22 @@ def _terms(column: Sequence[Leaf], path: str) -> list[Array]:
     if dtypes.kind(backend.dtype(terms[0])) not in dtypes.NUMERIC:
         raise invalid("a dtype of numbers", backend.dtype(terms[0]), path)
     for received in others:
-        described = "shape {} and dtype {}".format
-        require_equal("{}", described(*expected), described(*received), path)
+        text = "shape {} and dtype {}".format
+        require_equal("{}", text(*expected), text(*received), path)
     return terms
 
 
 def require_dtypes(value: Tree, allowed: Sequence[str]) -> list[np.dtype]:
-    """The dtypes of a tree's gradients, in the order of `flatten`.
-
-    Raises:
-      GradCombineError: for one that is not allowed.
-    """
+    """Returns the dtypes of the leaves except None, in the order of `flatten`; raises for one not in ``allowed``."""
     leaves, structure = tree.flatten(value)
-    kinds: list[np.dtype] = []
+    leaf_dtypes: list[np.dtype] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if not is_absent(leaf):
             dtype = resolve([leaf]).dtype(leaf)
             if dtype.name not in allowed:
                 raise invalid(f"a dtype of {', '.join(allowed)}", dtype, path)
-            kinds.append(dtype)
-    return kinds
+            leaf_dtypes.append(dtype)
+    return leaf_dtypes
 
 
 SUMS: Mapping[str, Callable[[Sequence[Tree]], Tree]] = {
@@ -390,10 +385,10 @@ SUMS: Mapping[str, Callable[[Sequence[Tree]], Tree]] = {
     "hierarchical_copy": hierarchical_copy,
     "ring": ring,
 }
-"""The orders of a sum, by name."""
+"""Functions that sum in the order of another system, by name."""
 
 MEANS: Mapping[str, Callable[[Sequence[Tree]], Tree]] = {
     "welford": welford,
     "welford_unfused": partial(welford, fused=False),
 }
-"""The orders of a mean, by name."""
+"""Functions that average in the order of another system, by name."""

@@ -1,4 +1,4 @@
-"""Multiplies and adds with one rounding, by operations that every backend rounds alike."""
+"""Fused multiply-add, emulated by operations that round alike on every backend."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SPLITTER = np.float32(2**12 + 1)
 def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Array:
     """``x * factor + y``, rounded once.
 
-    The product is split into two floats without error (Dekker, 1971), and its sum with y into three, of which the last
-    decides only where the first two are a tie.
+    Splits the product exactly into two floats (Dekker, 1971), and its sum with y into three. The third one only matters
+    if the sum of the first two is a tie.
     """
     product = times(backend, x, factor)
     x_high = _high(backend, x)
@@ -28,19 +28,20 @@ def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Ar
     high, middle = two_sum(backend, product, partial_sum)
     middle, low = two_sum(backend, low, middle)
     rounded = backend.add(high, middle)
-    left = backend.add(subtract(backend, high, rounded), middle)
-    neighbour = backend.add(rounded, backend.add(left, left))
-    tie = (left != 0) & (subtract(backend, neighbour, rounded) == backend.add(left, left))
-    beyond = tie & (low != 0) & ((low > 0) == (left > 0))
-    rounded = backend.where(beyond, neighbour, rounded)
-    # Infinities split into NaN.
+    remainder = backend.add(subtract(backend, high, rounded), middle)
+    twice = backend.add(remainder, remainder)
+    neighbour = backend.add(rounded, twice)
+    tie = (remainder != 0) & (subtract(backend, neighbour, rounded) == twice)
+    beyond_tie = tie & (low != 0) & ((low > 0) == (remainder > 0))
+    rounded = backend.where(beyond_tie, neighbour, rounded)
+    # Splitting an infinity gives NaN.
     return backend.where(rounded == rounded, rounded, backend.add(product, y))
 
 
 def _high(backend: Backend, x: Array) -> Array:
-    """The upper half of a float's digits (Veltkamp)."""
-    wide = times(backend, x, _SPLITTER)
-    return subtract(backend, wide, subtract(backend, wide, x))
+    """The upper half of the significand (Veltkamp)."""
+    scaled = times(backend, x, _SPLITTER)
+    return subtract(backend, scaled, subtract(backend, scaled, x))
 
 
 def times(backend: Backend, x: Array, factor: np.float32) -> Array:

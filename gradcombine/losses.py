@@ -1,21 +1,21 @@
-"""Losses of tokens, sequences and groups as a sum and what it is a sum over, so that microbatches add up.
+"""Mean losses over tokens, sequences and groups, as a numerator and a denominator that add up over microbatches.
 
-Every function takes values per token and returns a `gradcombine.reductions.Ratio`: the numerator, in the dtype of the
-values and float32 at least, and the denominator, an int32 count. Over microbatches and replicas numerators and
-denominators are added, and divided once at the end; a filter that leaves sequences out only changes the mask, whose
-count is known when every microbatch has run.
+Each function takes values per token and returns a `gradcombine.reductions.Ratio`: the numerator, in the dtype of the
+values but at least float32, and the denominator, an int32 count. Numerators and denominators are added over
+microbatches and replicas, and divided once at the end. Filtering out a sequence only changes the mask, so the count
+need not be known before all microbatches have run.
 
-Common arguments, arrays of NumPy, JAX or TensorFlow, eager or traced:
+Common arguments are arrays of NumPy, JAX or TensorFlow, eager or traced:
 
-- ``values``: per token, of shape (..., T), a real float dtype.
-- ``mask``: of their shape: bool, or a number that is 0 where a token does not count. None: all count. What stands at a
-  token that does not count, NaN too, has no effect and no gradient.
-- ``segments``: of packed rows, of their shape: the integers from 0 to T, each the number of a sequence in its row, 0
-  for padding. None: a row is one sequence.
+- ``values``: one per token, of shape (..., T), a real float dtype.
+- ``mask``: of the same shape, bool or numeric; 0 masks a token out. None: no token is masked. Values of masked tokens,
+  even NaN, have no effect and no gradient.
+- ``segments``: for packed rows, integers of the same shape, from 0 to T: the index of the sequence within its row, from
+  1; 0 for padding. None: each row is one sequence.
 
-A sequence, or a group, without a token that counts is none. Where there is none at all, numerator and denominator are
-0, whose quotient is 0 in `gradcombine.reductions.ratio`. Numerators are differentiable in the values; denominators are
-constants.
+Sequences and groups of which all tokens are masked are not counted. If there are no others, numerator and denominator
+are 0, whose quotient is 0 in `gradcombine.reductions.ratio`. Numerators are differentiable in the values; denominators
+are constants.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from gradcombine.errors import (
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
-from gradcombine.types import Array, Scalar, no_autograph
+from gradcombine.types import Array, no_autograph
 
 _MOST = np.iinfo(np.int32).max
 
 
 @operation("token_mean")
 def token_mean(values: Array, mask: Array | None = None) -> Ratio:
-    """The mean over all tokens that count.
+    """The mean over all tokens that are not masked.
 
     >>> import numpy as np
     >>> from gradcombine.losses import token_mean
@@ -63,24 +63,27 @@ def token_mean(values: Array, mask: Array | None = None) -> Ratio:
 
 @operation("token_sum")
 def token_sum(values: Array, mask: Array | None = None, *, count: Array | int) -> Ratio:
-    """The sum over all tokens that count, divided by a count of the caller's.
+    """The sum over all tokens that are not masked, divided by a count that the caller defines.
 
     Args:
       values, mask: see `gradcombine.losses`.
-      count: what this microbatch adds to the denominator, a scalar from 0: its rows, its prompts, also those of which
-        no token counts.
+      count: the denominator of this microbatch, a scalar of 0 or more: for instance the number of its rows or prompts,
+        including those of which all tokens are masked.
 
     >>> import numpy as np
     >>> from gradcombine.losses import token_sum
     >>> token_sum(np.float32([[1, 2, 3], [5, 0, 0]]), np.array([[1, 1, 1], [0, 0, 0]]), count=2)
     Ratio(numerator=np.float32(6.0), denominator=2)
     """
-    return Ratio(token_mean(values, mask).numerator, _count(count))
+    numerator = token_mean(values, mask).numerator
+    with within(".count"):
+        parse(resolve([] if owner(count) is None else [count]), count)
+    return Ratio(numerator, count)
 
 
 @operation("sequence_mean_of_token_mean")
 def sequence_mean_of_token_mean(values: Array, mask: Array | None = None, segments: Array | None = None) -> Ratio:
-    """The mean over sequences of the mean over the tokens of each.
+    """The mean over sequences of the mean over a sequence's tokens.
 
     >>> import numpy as np
     >>> from gradcombine.losses import sequence_mean_of_token_mean
@@ -96,11 +99,11 @@ def sequence_mean_of_token_mean(values: Array, mask: Array | None = None, segmen
 def sequence_mean_of_token_sum(
     values: Array, mask: Array | None = None, segments: Array | None = None, normalizer: float = 1.0
 ) -> Ratio:
-    """The mean over sequences of the sum over the tokens of each, divided by a constant.
+    """The mean over sequences of the sum over a sequence's tokens, divided by a constant.
 
     Args:
       values, mask, segments: see `gradcombine.losses`.
-      normalizer: the constant: the longest response that is sampled, say.
+      normalizer: the constant, for instance the maximal length of a response.
 
     >>> import numpy as np
     >>> from gradcombine.losses import sequence_mean_of_token_sum
@@ -118,14 +121,14 @@ def sequence_mean_of_token_sum(
 def group_mean(
     values: Array, groups: Array, mask: Array | None = None, segments: Array | None = None, *, of: str = "sequences"
 ) -> Ratio:
-    """The mean over groups (of the samples of one prompt, say) of the mean of each.
+    """The mean over groups (for instance, of the samples for one prompt) of the mean of a group.
 
-    A group has to be whole in its microbatch: `deal` hands out whole groups, and `require_whole` refuses others.
+    All sequences of a group must be in one microbatch: `deal` assigns them so, and `require_whole` checks it.
 
     Args:
       values, mask, segments: see `gradcombine.losses`.
-      groups: integers from 0, equal within a group: one for each row, or of packed rows one for each token.
-      of: "sequences": the mean of a group is over its sequences of the mean over tokens; "tokens": over its tokens.
+      groups: the group ids, integers from 0: one per row, or one per token for packed rows.
+      of: the mean of a group. "sequences": the mean over its sequences of their means; "tokens": over its tokens.
 
     >>> import numpy as np
     >>> from gradcombine.losses import group_mean
@@ -144,22 +147,22 @@ def group_mean(
 
 
 class _Tokens:
-    """The tokens of a microbatch along one axis.
+    """The tokens of a microbatch, flattened.
 
     Attributes:
-      backend: of the arrays.
-      dtype: of the numerator.
-      values: in this dtype, 0 where a token does not count; NaN, all of them, for ids out of range.
-      present: whether a token counts.
+      backend: the backend of the arrays.
+      dtype: the dtype of the numerator.
+      values: in this dtype; 0 for masked tokens. All are NaN if traced segments or groups are out of range.
+      present: whether a token is not masked.
     """
 
     @no_autograph
     def __init__(self, values: Array, mask: Array, segments: Array, groups: Array = None) -> None:
-        given = [values, *(x for x in (mask, segments, groups) if x is not None)]
-        for x in given:
+        arrays = [values, *(x for x in (mask, segments, groups) if x is not None)]
+        for x in arrays:
             if owner(x) is None:
                 raise invalid("arrays of NumPy, JAX or TensorFlow", shown(x))
-        self.backend = backend = resolve(given)
+        self.backend = backend = resolve(arrays)
         values = backend.asarray(values)
         dtype, self._shape = backend.dtype(values), _dimensions(values)
         if dtypes.kind(dtype) != "float" or not self._shape:
@@ -169,7 +172,7 @@ class _Tokens:
         self._rows = backend.row_numbers(values)
         present = self._rows == self._rows
         if mask is not None:
-            present = present & self._flat(mask, "mask", "biuf", partial(_counted, backend))
+            present = present & self._flat(mask, "mask", "biuf", partial(_as_bool, backend))
         self._segments = None
         if segments is not None:
             self._segments = self._flat(segments, "segments", "iu", self._as_ids)
@@ -178,27 +181,26 @@ class _Tokens:
         self.values = backend.where(present, flat, backend.full((), 0, self.dtype, [flat]))
         if self._segments is not None:
             length = self._length()
-            self._refuse(
-                self._segments, (self._segments < 0) | (self._segments > length), f"segments from 0 to {length}"
-            )
+            outside = (self._segments < 0) | (self._segments > length)
+            self._require_in_range(self._segments, outside, f"segments from 0 to {length}")
 
     def sequences(self) -> tuple[Array, Array]:
-        """For each token how many tokens its sequence has, and whether it is the first of them."""
+        """For each token, the number of tokens in its sequence, and whether it is the first of them."""
         ids = self._rows if self._segments is None else self._rows * (self._length() + 1) + self._segments
         return _sizes(self.backend, ids, self.present)
 
     def of_groups(self, groups: Array) -> Array:
-        """For each token the number of its group."""
+        """The group id of each token."""
         backend = self.backend
         if backend.dtype(backend.asarray(groups)).kind in "iu" and _compatible(groups, self._shape[:-1]):
             ids = backend.take(backend.flat(backend.cast(backend.asarray(groups), dtypes.INT32)), self._rows)
         else:
             ids = self._flat(groups, "groups", "iu", self._as_ids)
-        self._refuse(ids, ids < 0, "groups from 0")
+        self._require_in_range(ids, ids < 0, "groups from 0")
         return ids
 
     def over(self, values: Array, counts: Array) -> Array:
-        """The values divided by counts, where they count."""
+        """Divides the values of tokens that are not masked by ``counts``."""
         one = self.backend.full((), 1, dtypes.INT32, [counts])
         divisor = self.backend.cast(self.backend.where(self.present, counts, one), self.dtype)
         return self.backend.divide(values, self.backend.maximum(divisor, self.backend.cast(one, self.dtype)))
@@ -223,42 +225,34 @@ class _Tokens:
             raise invalid("a known length of the rows, and fewer than 2**31 tokens", f"shape {self._shape}")
         return length
 
-    def _refuse(self, ids: Array, wrong: Array, expected: str) -> None:
-        """Raises for ids that are out of range; where they are traced, the values become NaN."""
-        known = self.backend.concrete(wrong)
-        if known is None:
-            found = self.backend.total(self.backend.cast(wrong, dtypes.INT32)) > 0
+    def _require_in_range(self, ids: Array, outside: Array, expected: str) -> None:
+        """Raises for ids out of range; if they are traced, sets all values to NaN instead."""
+        mask = self.backend.concrete(outside)
+        if mask is None:
+            any_outside = self.backend.total(self.backend.cast(outside, dtypes.INT32)) > 0
             nan = self.backend.full((), np.nan, self.dtype, [self.values])
-            self.values = self.backend.where(found, nan, self.values)
-        elif known.any():
-            raise invalid(expected, int(np.asarray(self.backend.concrete(ids))[known][0]))
+            self.values = self.backend.where(any_outside, nan, self.values)
+        elif mask.any():
+            raise invalid(expected, int(np.asarray(self.backend.concrete(ids))[mask][0]))
 
 
 def _sizes(backend: Backend, ids: Array, present: Array) -> tuple[Array, Array]:
-    """For each element how many present ones have its id, and whether it is itself the first of those."""
+    """For each element, the number of present elements with its id, and whether it is the first of them."""
     keys = backend.where(present, ids, backend.full((), _MOST, dtypes.INT32, [ids]))
     order = backend.argsort(keys)
     ordered = backend.take(keys, order)
     sizes = backend.search_sorted(ordered, ids + 1) - backend.search_sorted(ordered, ids)
-    places = backend.cumsum(ids * 0 + 1) - 1
-    is_first = backend.search_sorted(ordered, ordered) == places
+    positions = backend.cumsum(ids * 0 + 1) - 1
+    is_first = backend.search_sorted(ordered, ordered) == positions
     return sizes, backend.take(is_first, backend.argsort(order)) & present
 
 
-def _counted(backend: Backend, mask: Array) -> Array:
+def _as_bool(backend: Backend, mask: Array) -> Array:
     return mask if backend.dtype(mask) == np.bool_ else mask != 0
 
 
-def _count(count: Scalar) -> Scalar:
-    """The count, a weight; known ones are from 0, traced ones become NaN where they are negative."""
-    backend = resolve([] if owner(count) is None else [count])
-    with within(".count"):
-        parse(backend, count)
-    return count
-
-
 def _dimensions(array: Array) -> tuple[int | None, ...]:
-    """The shape, None for what TensorFlow does not know of it."""
+    """The shape, with None for dimensions that TensorFlow does not know."""
     try:
         return tuple(array.shape)
     except ValueError:
@@ -266,56 +260,59 @@ def _dimensions(array: Array) -> tuple[int | None, ...]:
 
 
 def _compatible(array: Array, shape: tuple[int | None, ...]) -> bool:
-    own = _dimensions(array)
-    return len(own) == len(shape) and all(a is None or b is None or a == b for a, b in zip(own, shape, strict=True))
+    actual = _dimensions(array)
+    return len(actual) == len(shape) and all(
+        a is None or b is None or a == b for a, b in zip(actual, shape, strict=True)
+    )
 
 
 @operation("deal")
 def deal(tokens: Iterable[int], groups: Iterable[int], parts: int) -> list[list[int]]:
-    """Deals sequences to microbatches: whole groups, and about as many tokens to each.
+    """Assigns sequences to microbatches, without splitting groups and with about as many tokens in each.
 
-    The largest group goes to the part with the fewest tokens so far, then the next one; equal ones in the order of
-    their first sequence. It depends on nothing but the arguments: with k microbatches on each of r replicas deal
-    ``k * r`` parts, and the batch is the same divided over any number of replicas.
+    Greedy: assigns the groups from the largest to the smallest, ties in the order of their first sequence, each to the
+    part with the fewest tokens so far. With k microbatches on each of r replicas use ``k * r`` parts: the assignment
+    depends on the arguments only, so it is the same for any number of replicas with the same product.
 
     Args:
-      tokens: of each sequence.
-      groups: the group of each sequence, any integers.
-      parts: how many.
+      tokens: the number of tokens of each sequence.
+      groups: the group id of each sequence, any integers.
+      parts: the number of microbatches.
 
     Returns:
-      The numbers of the sequences of each part, rising; empty parts where there are fewer groups.
+      The ascending indices of the sequences of each part. Parts are empty if there are fewer groups than parts.
 
     >>> from gradcombine.losses import deal
     >>> deal(tokens=[9, 1, 4, 4, 2, 2], groups=[7, 7, 3, 3, 5, 5], parts=2)
     [[0, 1], [2, 3, 4, 5]]
     """
-    expected = "tokens and a group of each sequence, integers from 0"
+    expected = "the tokens of each sequence, integers from 0"
     sizes = [require_integer(expected, n, lowest=0) for n in require_items(expected, tokens)]
+    expected = "the group of each sequence, integers"
     ids = [require_integer(expected, n, lowest=-_MOST) for n in require_items(expected, groups)]
     require_equal("{} groups, one for each sequence", len(sizes), len(ids))
     count = require_integer("1 part or more", parts)
     members: dict[int, list[int]] = {}
     for i, group in enumerate(ids):
         members.setdefault(group, []).append(i)
-    dealt: list[list[int]] = [[] for _ in range(count)]
-    held = [0] * count
-    for chosen in sorted(members.values(), key=lambda of: (-sum(sizes[i] for i in of), of[0])):
-        part = held.index(min(held))
-        dealt[part] += chosen
-        held[part] += sum(sizes[i] for i in chosen)
-    return [sorted(part) for part in dealt]
+    assigned: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for sequences in sorted(members.values(), key=lambda of: (-sum(sizes[i] for i in of), of[0])):
+        part = loads.index(min(loads))
+        assigned[part] += sequences
+        loads[part] += sum(sizes[i] for i in sequences)
+    return [sorted(part) for part in assigned]
 
 
 @operation("pack")
 def pack(tokens: Iterable[int], length: int) -> list[list[int]]:
-    """Packs sequences into rows of at most this many tokens: the longest first, each into the first row that fits it.
+    """Packs sequences into rows of at most ``length`` tokens: first fit, from the longest sequence to the shortest.
 
     Returns:
-      The numbers of the sequences of each row. Sequence j of a row has the segment ``j + 1``.
+      The indices of the sequences of each row. Sequence j of a row has the segment ``j + 1``.
 
     Raises:
-      GradCombineError: for a sequence that is longer.
+      GradCombineError: for a sequence that is longer than ``length``.
 
     >>> from gradcombine.losses import pack
     >>> pack([3, 6, 2, 5], length=8)
@@ -338,17 +335,17 @@ def pack(tokens: Iterable[int], length: int) -> list[list[int]]:
 
 @operation("require_whole")
 def require_whole(microbatches: Sequence[Iterable[int]]) -> None:
-    """Raises if a group is cut apart: if an id stands in more than one microbatch.
+    """Raises if a group is split, that is, if a group id occurs in more than one microbatch.
 
     Args:
-      microbatches: of each, on all replicas, the ids of its groups, as for `group_mean`.
+      microbatches: the group ids, as for `group_mean`, of each microbatch of all replicas.
 
     >>> from gradcombine.losses import require_whole
     >>> require_whole([[7, 7, 3], [5, 5]])
     """
     expected = "microbatches, each with the groups of its sequences"
-    where: dict[int, int] = {}
+    microbatch_of: dict[int, int] = {}
     for i, ids in enumerate(require_list(expected, microbatches)):
         for group in {require_integer(expected, n, lowest=-_MOST) for n in require_items(expected, ids)}:
-            if where.setdefault(group, i) != i:
-                raise invalid("whole groups", f"group {group} in microbatches {where[group]} and {i}")
+            if microbatch_of.setdefault(group, i) != i:
+                raise invalid("whole groups", f"group {group} in microbatches {microbatch_of[group]} and {i}")

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch is worth its cost."""
+"""The gradient noise scale, which estimates the largest useful batch size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FLOATING = ("float", "complex")
 
 
 class NoiseScale(NamedTuple):
-    """The gradient noise scale of a window; scalars.
+    """The gradient noise scale of a window, as scalars.
 
     Attributes:
-      scale: ``trace / squared_norm``, in examples (in what the weights count): the batch size at which the noise in the
+      scale: ``trace / squared_norm``, in examples (the unit of the weights): the batch size at which the noise in the
         mean gradient is as large as the gradient.
       trace: the trace of the covariance of one example's gradient.
       squared_norm: the squared norm of the true gradient.
@@ -40,13 +40,12 @@ def squared_norm(value: Tree) -> Array:
       value: a tree of float and complex leaves. None is "no gradient" and adds nothing.
 
     Returns:
-      A scalar, float32; float64 where a leaf is that wide. Narrower leaves are squared in float32.
+      A scalar of float32, or of float64 if a leaf is float64 or complex128. Narrower leaves are squared in float32.
 
     Raises:
       GradCombineError: for a leaf of integers.
 
-    Bits: the order of the additions within a leaf is the framework's, so nothing is promised but where no addition
-    rounds.
+    Bits: not guaranteed, unless all additions are exact: the framework chooses the order of additions within a leaf.
 
     >>> import numpy as np
     >>> float(squared_norm({"w": np.float32([1, 2]), "b": np.float32(2), "frozen": None}))
@@ -74,17 +73,17 @@ def squared_norm(value: Tree) -> Array:
 
 @operation("noise_scale")
 def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count: Array) -> NoiseScale:
-    """The gradient noise scale ``tr(S) / |G|**2``, estimated from gradients of microbatches of any sizes.
+    """Estimates the gradient noise scale ``tr(S) / |G|**2`` from gradients of microbatches of any sizes.
 
-    The gradient g_i of b_i examples has the mean G and a covariance S / b_i. With B = sum(b_i) and the weighted mean
-    g = sum(b_i g_i) / B, that makes ``E[sum(b_i |g_i|**2) / B] = |G|**2 + n tr(S) / B`` and
-    ``E[|g|**2] = |G|**2 + tr(S) / B``. Solved for the two unknowns, without bias::
+    The gradient g_i of b_i examples has mean G and covariance S / b_i. With B = sum(b_i) and the weighted mean
+    g = sum(b_i g_i) / B, this gives ``E[sum(b_i |g_i|**2) / B] = |G|**2 + n tr(S) / B`` and
+    ``E[|g|**2] = |G|**2 + tr(S) / B``. Solving for the two unknowns yields unbiased estimates::
 
         tr(S)  = B (sum(b_i |g_i|**2) / B - |g|**2) / (n - 1)
         |G|**2 = |g|**2 - tr(S) / B
 
-    With equal sizes over n replicas this is the estimator of McCandlish et al., appendix A.1. All it needs beside the
-    gradients are a few scalars, which ride along in the same pass, over a list, time and replicas, as in the example.
+    With equal sizes over n replicas this is the estimator of McCandlish et al., appendix A.1. It needs a few scalars
+    besides the gradients, which can be reduced together with them, over a list, time and replicas, as in the example.
 
     Args:
       mean_square: scalar, the weighted mean of the contributions' `squared_norm`.
@@ -93,17 +92,15 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
       count: scalar, the number of contributions of nonzero weight.
 
     Returns:
-      Scalars of float32, float64 where ``mean_square`` is that wide: ``scale``, which is ``trace / squared_norm``, in
-      examples (in what the weights count), the batch size at which the noise in the mean gradient is as large as the
-      gradient; ``trace``, of the covariance of one example's gradient; ``squared_norm``, of the true gradient. With
-      fewer than two contributions there is no estimate: NaN. The estimates are noisy, and that of ``|G|**2`` may be
-      negative: average ``trace`` and ``squared_norm`` over many windows, and divide then. The trace element by element
-      is the variance of `gradcombine.reductions.moments` times ``weight / (count - 1)``.
+      A `NoiseScale` of float32 scalars, or float64 if ``mean_square`` is: ``scale``, ``trace`` and ``squared_norm``.
+      NaN for fewer than two contributions. The estimates are noisy, and ``squared_norm`` may be negative: average
+      ``trace`` and ``squared_norm`` over many windows before dividing them. For the trace of each element, multiply the
+      variance of `gradcombine.reductions.moments` by ``weight / (count - 1)``.
 
     Raises:
-      GradCombineError: for what is not a real scalar.
+      GradCombineError: for an argument that is not a real scalar.
 
-    Bits: the same for the same four scalars, in every mode in which division is correctly rounded.
+    Bits: determined by the four scalars, in every mode in which division is correctly rounded.
 
     References: S. McCandlish, J. Kaplan, D. Amodei et al., `An Empirical Model of Large-Batch Training
     <https://arxiv.org/abs/1812.06162>`_, 2018.
@@ -132,10 +129,11 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
             raise invalid(f"a real scalar as {name}", received)
     received = backend.dtype(arrays["mean_square"])
     dtype = received if received == np.float64 else dtypes.FLOAT32
-    within, between, examples, n = (backend.cast(x, dtype) for x in arrays.values())
-    one, unknown = (backend.full((), fill, dtype) for fill in (1, np.nan))
+    mean_of_squares, squared_mean, examples, n = (backend.cast(x, dtype) for x in arrays.values())
+    one, nan = (backend.full((), fill, dtype) for fill in (1, np.nan))
+    degrees = backend.where(n > one, backend.add(n, -one), nan)
     # The squared error of the mean gradient: tr(S) / B.
-    error = backend.divide(backend.add(within, -between), backend.where(n > one, backend.add(n, -one), unknown))
+    error = backend.divide(backend.add(mean_of_squares, -squared_mean), degrees)
     trace = backend.scale(error, examples)
-    signal = backend.add(between, -error)
+    signal = backend.add(squared_mean, -error)
     return NoiseScale(backend.divide(trace, signal), trace, signal)

@@ -1,4 +1,4 @@
-"""Fixtures for pytest: `check_step` and `audit`. Nothing is imported before a test asks for one."""
+"""The pytest fixtures `check_step` and `audit`, which import the library only when a test uses them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def check_step() -> Callable[..., StepReport]:
-    """`gradcombine.verify.check_step`, which fails the test unless the report passes.
+    """`gradcombine.verify.check_step` that fails the test unless the report passes.
 
-    ``allow`` names causes that are by design, as `gradcombine.verify.StepReport.allowing` takes them.
+    ``allow`` names intended causes, as in `gradcombine.verify.StepReport.allowing`.
 
     ::
 
@@ -36,30 +36,30 @@ def check_step() -> Callable[..., StepReport]:
 
 @pytest.fixture
 def audit() -> Callable[..., Audit]:
-    """`gradcombine.audit.audit`, which fails the test if a defect can be neither found nor excluded.
+    """`gradcombine.audit.audit` that fails the test if it cannot decide whether a defect is present.
 
-    ``allow`` names defects that may stay undecided, as `gradcombine.audit.Audit.undecided` does.
+    ``allow`` names defects that may stay undecided, as in `gradcombine.audit.Audit.undecided`.
 
     ::
 
         def test_compiled(audit):
             assert not audit(step, *args, target="h100:8").findings
     """
-    from gradcombine.audit import audit as function
+    from gradcombine.audit import audit as run_audit
 
     def audited(*args: Any, allow: Sequence[str] = (), **settings: Any) -> Audit:
-        report = function(*args, **settings)
-        if left := [name for name in report.undecided if name not in allow]:
+        report = run_audit(*args, **settings)
+        if undecided := [name for name in report.undecided if name not in allow]:
             unread = "; ".join(report.unread)
-            pytest.fail(f"cannot tell: undecided: {', '.join(left)}; not read: {unread}", pytrace=False)
+            pytest.fail(f"cannot tell: undecided: {', '.join(undecided)}; not read: {unread}", pytrace=False)
         return report
 
     return audited
 
 
 def _text(report: StepReport) -> str:
-    """The verdict, what to write instead of each cause, and the figures."""
+    """The verdict, the remedy for each cause, and the figures."""
     from gradcombine.verify.check.check_report import REMEDIES, verdict
 
-    instead = [f"instead: {REMEDIES[x.cause]}" for x in report.faults if x.cause in REMEDIES]
-    return "\n".join((verdict(report), *instead, "", str(report)))
+    remedies = [f"instead: {REMEDIES[x.cause]}" for x in report.faults if x.cause in REMEDIES]
+    return "\n".join((verdict(report), *remedies, "", str(report)))

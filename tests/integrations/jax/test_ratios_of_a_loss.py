@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "one missing": (lambda w, x, m: {"ce": Ratio(w, 1)}, "leaf ['norm']: expected a Ratio of each term"),
     "counts that differ": (
         lambda w, x, m: {"ce": Ratio(w, 1), "norm": Ratio(w, 2), "seq": Ratio(w, 1)},
-        "leaf ['norm']: expected the denominator 1.0, as of other terms over 'tokens', received 2.0",
+        "leaf ['norm']: expected the denominator 1.0, as in other terms over 'tokens', received 2.0",
     ),
 }
 
