@@ -131,7 +131,7 @@ def collective(expected: str) -> Check:
     return check
 
 
-EXPECTED_LENGTH = "a window length that is an integer of 1 or more and fits int32, or a function of the window index"
+EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (in int32)"
 LENGTH = integer(EXPECTED_LENGTH)
 
 UNTIL_FLUSH = MOST

@@ -76,17 +76,17 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Any]:
 class Step(NamedTuple):
     value: float
     weight: float = 1
-    left_out: bool = False
+    skipped: bool = False
     flush: bool = False
 
 
 def run(window: Window, steps: Sequence[Step]) -> tuple[Host, Any]:
     """What the host applied, and the last state."""
     host, state, in_a_row = Host(), window.init(numbers(0)), 0
-    for value, weight, left_out, flush in steps:
-        state = window.contribute(state, numbers(value), weight, left_out=left_out)
-        in_a_row = in_a_row + 1 if left_out else 0
-        state, due = window.due(state, flush=flush, left_out_in_a_row=np.int32(in_a_row))
+    for value, weight, skipped, flush in steps:
+        state = window.contribute(state, numbers(value), weight, skipped=skipped)
+        in_a_row = in_a_row + 1 if skipped else 0
+        state, due = window.due(state, flush=flush, skipped_in_a_row=np.int32(in_a_row))
         window.apply_if(due, state, host.apply, 0, host.run_if)
     return host, state
 
@@ -103,14 +103,14 @@ MEAN_OF_2 = Window(gc.reductions.mean(), 2)
         # A flush counts as full: the next contribution begins another window.
         ([Step(1, flush=True), Step(5), Step(6)], [[1], [5.5]]),
         ([Step(1), Step(3, flush=True), Step(5)], [[2]]),
-        # What is left out has weight 0, and is a step of its window: this one holds one microbatch of two.
-        ([Step(1, left_out=True), Step(3), Step(5), Step(6)], [[3], [5.5]]),
-        ([Step(float("nan"), left_out=True), Step(3, weight=3)], [[3]]),
-        # A window of which nothing was kept is not applied, flushed or not.
-        ([Step(1, left_out=True), Step(3, left_out=True), Step(5), Step(6)], [[5.5]]),
-        ([Step(1, left_out=True, flush=True), Step(5), Step(6)], [[5.5]]),
-        ([Step(1), Step(3), Step(5, left_out=True), Step(7, left_out=True)], [[2]]),
-        ([Step(1, left_out=True), Step(3, left_out=True), Step(5, left_out=True), Step(6)], [[6]]),
+        # A skipped microbatch has weight 0 and still advances the window: this one has one microbatch of two.
+        ([Step(1, skipped=True), Step(3), Step(5), Step(6)], [[3], [5.5]]),
+        ([Step(float("nan"), skipped=True), Step(3, weight=3)], [[3]]),
+        # A window of skipped microbatches only is not applied, flushed or not.
+        ([Step(1, skipped=True), Step(3, skipped=True), Step(5), Step(6)], [[5.5]]),
+        ([Step(1, skipped=True, flush=True), Step(5), Step(6)], [[5.5]]),
+        ([Step(1), Step(3), Step(5, skipped=True), Step(7, skipped=True)], [[2]]),
+        ([Step(1, skipped=True), Step(3, skipped=True), Step(5, skipped=True), Step(6)], [[6]]),
     ],
 )
 def test_what_is_applied(steps: Any, applied: list[list[float]]) -> None:

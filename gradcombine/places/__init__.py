@@ -1,1 +1,1 @@
-"""Where contributions come together: in a list, over time, over replicas, and in a window over both."""
+"""Runs a reduction over a list, over time, over replicas, and over windows of time and replicas."""

@@ -1,4 +1,4 @@
-"""The canonical tree over time: partial states of 1, 2, 4, 8 ... contributions, counted up like a binary number."""
+"""The canonical tree over time: a binary counter of partial states of 1, 2, 4, 8 ... contributions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gradcombine.types import Array, BinaryCounter, Leaf, State
 
 
 def empty(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
-    """A counter of ``depth`` levels for states like an empty one; nothing is counted."""
+    """A counter without contributions, of ``depth`` levels; ``state`` is an empty state of the reduction."""
     backend = resolve(tree.flatten(state)[0])
     return of_levels(reduction, [state] * depth, backend.full((), 0, INT32))
 
 
 def of_levels(reduction: Reduction, levels: Sequence[State], filled: Array) -> BinaryCounter:
     """A counter of these levels, lowest first."""
-    _, structure, backend = _opened(levels[0])
+    _, structure, backend = _flatten(levels[0])
     columns = zip(*(tree.flatten_as(structure, state) for state in levels), strict=True)
     return BinaryCounter(tree.unflatten(structure, [backend.stack(column) for column in columns]), filled)
 
 
 def deeper(reduction: Reduction, counter: BinaryCounter, depth: int) -> BinaryCounter:
-    """The counter with more levels above its own, of which the last has not been counted on."""
+    """Adds levels on top, up to ``depth``; only for a counter that has room left in its last level."""
     old = depth_of(counter)
     levels = [*(level(counter, i) for i in range(old)), *[cleared(reduction, counter)] * (depth - old)]
     return of_levels(reduction, levels, counter.filled)
@@ -37,13 +37,13 @@ def deeper(reduction: Reduction, counter: BinaryCounter, depth: int) -> BinaryCo
 
 def depth_of(counter: BinaryCounter) -> int:
     """The number of levels."""
-    leaves, _, backend = _opened(counter.stacked)
+    leaves, _, backend = _flatten(counter.stacked)
     return backend.shape(leaves[0])[0]
 
 
 def level(counter: BinaryCounter, i: int | Array) -> State:
-    """One level, which exists."""
-    leaves, structure, backend = _opened(counter.stacked)
+    """The partial state of level ``i``."""
+    leaves, structure, backend = _flatten(counter.stacked)
     return tree.unflatten(structure, [backend.slice_at(x, i) for x in leaves])
 
 
@@ -53,67 +53,68 @@ def cleared(reduction: Reduction, counter: BinaryCounter) -> State:
 
 
 def holding(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
-    """A counter that holds this state, for whatever was counted: in the last level, where it stays."""
-    # The other levels are made anew: a merged state is the same on all replicas, and so is all of the counter then.
+    """A counter whose total is ``state``, of any number of contributions: it is the last level."""
+    # The other levels are cleared copies of it: if a merged state is replicated, all of the counter is.
     levels = [*[reduction.clear(state)] * (depth - 1), state]
     return of_levels(reduction, levels, np.asarray(2 ** (depth - 1), INT32))
 
 
 def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryCounter:
-    """One more contribution: occupied levels are merged into the carry, up to the first that is free.
+    """Adds a contribution: merges the occupied levels below the first free one into the carry, and writes it there.
 
-    Levels are read where they lie, and one of them is written, so a contribution costs one merge on average, whatever
-    the number of levels. Past the last level everything is merged there.
+    Reads the levels in place and writes one of them, so a contribution takes one merge on average, for any number of
+    levels. The last level takes all further carries.
     """
     leaves, structure = tree.flatten(counter.stacked)
     carried = tree.flatten_as(structure, carry)
-    # A window that was loaded from a file may be NumPy's.
+    # A window that was loaded from a file may have NumPy arrays.
     backend = resolve([*leaves, *carried])
     leaves, carried = ([backend.asarray(x) for x in arrays] for arrays in (leaves, carried))
     top = depth_of(counter) - 1
-    # The bits in which n and n + 1 differ are the ones at the end of n, and one more.
+    # n and n + 1 differ in the trailing ones of n and the zero above them, which is the first free level.
     changed = counter.filled ^ (counter.filled + 1)
-    place = _sum(backend, [backend.shift_right(changed, i) & 1 for i in range(1, top + 1)])
-    overfull = (place >= top) & (counter.filled >= 2**top)
-    turns = backend.where(overfull, place + 1, place)
+    free = _sum(backend, [backend.shift_right(changed, i) & 1 for i in range(1, top + 1)])
+    overfull = (free >= top) & (counter.filled >= 2**top)
+    merges = backend.where(overfull, free + 1, free)
 
-    def merged(i: Array, carried: list[Array], levels: list[Array]) -> list[Array]:
+    def merge_level(i: Array, carried: list[Array], levels: list[Array]) -> list[Array]:
         earlier = tree.unflatten(structure, [backend.slice_at(x, i) for x in levels])
         later = tree.unflatten(structure, carried)
         return tree.flatten_as(structure, reduction.merge(earlier, later))
 
-    carried = backend.repeat(turns, merged, carried, leaves, most=top + 1)
-    stacked = [backend.update_at(x, place, y) for x, y in zip(leaves, carried, strict=True)]
+    carried = backend.repeat(merges, merge_level, carried, leaves, most=top + 1)
+    stacked = [backend.update_at(x, free, y) for x, y in zip(leaves, carried, strict=True)]
     return BinaryCounter(tree.unflatten(structure, stacked), counter.filled + 1)
 
 
 def total(reduction: Reduction, counter: BinaryCounter) -> State:
-    """All that was counted, as one partial state."""
-    leaves, structure, backend = _opened(counter.stacked)
+    """Merges all occupied levels into one partial state."""
+    leaves, structure, backend = _flatten(counter.stacked)
     top = depth_of(counter) - 1
-    known = backend.concrete(counter.filled)
-    if known is not None:
-        occupied = [i for i in range(top + 1) if _is_occupied(int(known), i, top)]
+    filled = backend.concrete(counter.filled)
+    if filled is not None:
+        occupied = [i for i in range(top + 1) if _is_occupied(int(filled), i, top)]
         if not occupied:
             return cleared(reduction, counter)
         return fold_levels(reduction.merge, [level(counter, i) for i in occupied])
+    # Traced: loops over the set bits of `occupied`, from the lowest one, which it clears.
     zero, last = backend.full((), 0, INT32), backend.full((), 2**top, INT32)
     occupied = (counter.filled & (2**top - 1)) | backend.where(counter.filled >= 2**top, last, zero)
     lowest = level(counter, _lowest_bit(backend, occupied, top))
     latest = tree.select(backend, occupied == 0, cleared(reduction, counter), lowest)
-    left = occupied & (occupied - 1)
-    turns = _sum(backend, [backend.shift_right(left, i) & 1 for i in range(top + 1)])
+    others = occupied & (occupied - 1)
+    merges = _sum(backend, [backend.shift_right(others, i) & 1 for i in range(top + 1)])
 
-    def merged(_: Array, carried: list[Array], levels: list[Array]) -> list[Array]:
+    def merge_lowest(_: Array, carried: list[Array], levels: list[Array]) -> list[Array]:
         remaining, *later = carried
-        at = _lowest_bit(backend, remaining, top)
-        earlier = tree.unflatten(structure, [backend.slice_at(x, at) for x in levels])
+        i = _lowest_bit(backend, remaining, top)
+        earlier = tree.unflatten(structure, [backend.slice_at(x, i) for x in levels])
         both = reduction.merge(earlier, tree.unflatten(structure, later))
         return [remaining & (remaining - 1), *tree.flatten_as(structure, both)]
 
-    carried = [left, *tree.flatten_as(structure, latest)]
-    _, *whole = backend.repeat(turns, merged, carried, leaves, most=top)
-    return tree.unflatten(structure, whole)
+    carried = [others, *tree.flatten_as(structure, latest)]
+    _, *merged = backend.repeat(merges, merge_lowest, carried, leaves, most=top)
+    return tree.unflatten(structure, merged)
 
 
 def _is_occupied(filled: int, i: int, top: int) -> bool:
@@ -121,9 +122,9 @@ def _is_occupied(filled: int, i: int, top: int) -> bool:
 
 
 def _lowest_bit(backend: Backend, bits: Array, top: int) -> Array:
-    """The position of the lowest bit that is set, 0 where there is none."""
-    alone = bits & -bits
-    return _sum(backend, [backend.cast(alone >= 2**i, INT32) for i in range(1, top + 1)])
+    """The index of the lowest set bit; 0 if there is none."""
+    lowest = bits & -bits
+    return _sum(backend, [backend.cast(lowest >= 2**i, INT32) for i in range(1, top + 1)])
 
 
 def _sum(backend: Backend, scalars: list[Array]) -> Array:
@@ -133,6 +134,6 @@ def _sum(backend: Backend, scalars: list[Array]) -> Array:
     return result
 
 
-def _opened(state: State) -> tuple[list[Leaf], tree.Structure, Backend]:
+def _flatten(state: State) -> tuple[list[Leaf], tree.Structure, Backend]:
     leaves, structure = tree.flatten(state)
     return leaves, structure, resolve(leaves)

@@ -1,4 +1,4 @@
-"""Fragments of parameters, which islands of replicas exchange in turn."""
+"""Fragments of the parameters, which islands of replicas exchange in turn, as in Streaming DiLoCo."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from gradcombine.types import Array
 
 
 def divided(nbytes: Sequence[int | None], fragments: int) -> list[list[int]]:
-    """The numbers of the leaves of each fragment: the largest leaves first, each to the fragment that has the least.
+    """Splits the leaves into fragments of similar sizes; returns the indices of the leaves of each fragment.
+
+    Greedy: assigns the leaves from the largest to the smallest, each to the smallest fragment so far.
 
     Args:
-      nbytes: bytes of each leaf; None for one that is in no fragment.
-      fragments: their number.
+      nbytes: the size of each leaf in bytes; None for a leaf that is in no fragment.
+      fragments: the number of fragments.
 
     >>> divided([4, None, 16, 8], 2)
     [[2], [0, 3]]
@@ -30,12 +32,12 @@ def divided(nbytes: Sequence[int | None], fragments: int) -> list[list[int]]:
 
 
 def due(step: Array, every: int, fragments: int) -> Array:
-    """The fragments that are exchanged after a step, as booleans: each every so many steps, evenly in turn.
+    """Which fragments are exchanged after a step, as booleans; the exchanges are spread evenly over ``every`` steps.
 
     Args:
       step: int32 scalar, the number of steps so far, from 1.
-      every: steps between two exchanges of a fragment.
-      fragments: their number, ``every`` at most.
+      every: the number of steps between two exchanges of a fragment.
+      fragments: the number of fragments, at most ``every``.
 
     >>> [due(np.int32(step), 4, 2).tolist() for step in (1, 2, 3, 4)]
     [[False, False], [False, True], [False, False], [True, False]]

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Lists: combining trees that are all available at once."""
+"""Lists: combines trees that are all available at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from gradcombine.settings import check
 from gradcombine.types import Array, Order, Scalar, Tree
 
 METHODS: dict[str, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
-"""The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
-2: EXPERIMENTAL_ACCUMULATE_N) mean the same three."""
+"""The order of each method of `add_n`."""
 
 _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
+"""The methods by value of tf.AggregationMethod: ADD_N (and DEFAULT), EXPERIMENTAL_TREE, EXPERIMENTAL_ACCUMULATE_N."""
+
 _SUM, _MEAN = reductions.sum(), reductions.mean()
-_NO_LISTS = (dict, str, bytes, bytearray, Set)
+_NOT_LISTS = (dict, str, bytes, bytearray, Set)
 
 
 @operation("combine")
@@ -32,29 +33,29 @@ def combine(
 
     Args:
       reduction: from `gradcombine.reductions`.
-      values: one tree or more, of one structure, with leaves of equal shapes and dtypes. None is "no gradient": a leaf
-        that is None in all of them is None in the result; one that is None in some adds nothing there.
+      values: one or more trees of the same structure, shapes and dtypes. None is "no gradient": a leaf that is None in
+        all trees is None in the result; where it is None in some trees, the others are combined.
       weights: one scalar per tree, as a list or an array of shape (n,), finite and not negative; None: all 1. A tree of
-        weight 0 changes nothing, whatever it holds.
-      order: ``"sequential"``: left to right. ``"tree"``: the canonical binary tree over the positions, with log2(n)
-        roundings per element in place of n, and the same bits for any division of the list over time and replicas
+        weight 0 changes nothing, even if it has NaNs.
+      order: ``"sequential"``: left to right. ``"tree"``: the canonical binary tree over the indices, which rounds an
+        element log2(n) times instead of n times, and gives the same bits if the list is split over time and replicas
         into blocks of a power of two.
 
     Returns:
       The combined tree.
 
     Raises:
-      GradCombineError: for an empty list, trees that do not match, a wrong number of weights or a bad weight, arrays of
-        two frameworks.
+      GradCombineError: for an empty list, trees that do not match, a wrong number of weights, an invalid weight, and
+        arrays of two frameworks.
 
-    Bits: as the reduction promises for a given order.
+    Bits: as the reduction guarantees for the order.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.mean(), [{"w": np.float32([1, 2])}, {"w": np.float32([3, 4])}], weights=[1, 3])
     {'w': array([2.5, 3.5], dtype=float32)}
     """
     check(reduction=reduction, order=order)
-    trees, scales = _entered(values, weights)
+    trees, scales = _as_lists(values, weights)
     if reduction.derivative is None:
         return reduction.combine(trees, scales, order)
 
@@ -70,17 +71,17 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
 
     Args:
       values: as for `combine`.
-      method: ``"add_n"`` and ``"accumulate_n"``: a left chain; ``"tree"``: the canonical balanced tree. A value of
-        tf.AggregationMethod is taken as the method that it names. (TensorFlow itself runs EXPERIMENTAL_TREE and
-        EXPERIMENTAL_ACCUMULATE_N as left chains of binary additions, and ADD_N on CPU in blocks of eight terms.)
+      method: ``"add_n"`` or ``"accumulate_n"``: left to right; ``"tree"``: the canonical binary tree; or a value of
+        tf.AggregationMethod. (TensorFlow itself implements EXPERIMENTAL_TREE and EXPERIMENTAL_ACCUMULATE_N as left to
+        right additions, and ADD_N on CPU in blocks of eight terms.)
 
     Returns:
-      The sum, of the contributions' dtype.
+      The sum, in the dtype of the contributions.
 
     Raises:
       GradCombineError: for an unknown method, and as `combine`.
 
-    Bits: as `gradcombine.reductions.sum`: those of the order, on every backend. One tree passes through unchanged.
+    Bits: as `gradcombine.reductions.sum`: those of the order, on every backend. A single tree is returned unchanged.
 
     References: `tf.AggregationMethod <https://www.tensorflow.org/api_docs/python/tf/AggregationMethod>`_.
 
@@ -93,7 +94,7 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
         name = _TF_AGGREGATION_METHODS[method]
     if not isinstance(name, str) or name not in METHODS:
         raise invalid(f"a method of {list(METHODS)} or a tf.AggregationMethod value", shown(method))
-    return _SUM.combine(*_entered(values), METHODS[name])
+    return _SUM.combine(*_as_lists(values), METHODS[name])
 
 
 @operation("tree_sum", renames=True)
@@ -104,26 +105,25 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
     >>> gc.tree_sum([np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])])
     array([ 9., 12.], dtype=float32)
     """
-    return _SUM.combine(*_entered(values), "tree")
+    return _SUM.combine(*_as_lists(values), "tree")
 
 
 @operation("mean", renames=True)
 def mean(values: Iterable[Tree], weights: Iterable[Scalar] | Array | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 
-    Args and errors as for `combine`; bits as for `gradcombine.reductions.mean`.
+    Arguments and errors are those of `combine`; bits are those of `gradcombine.reductions.mean`.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.mean([np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
-    return _MEAN.combine(*_entered(values, weights), "sequential")
+    return _MEAN.combine(*_as_lists(values, weights), "sequential")
 
 
-def _entered(
+def _as_lists(
     values: Iterable[Tree], weights: Iterable[Scalar] | Array | None = None
 ) -> tuple[list[Tree], list[Scalar]]:
-    """The trees and as many weights."""
     trees = _list("trees", values)
     if not trees:
         raise invalid("one tree or more", "an empty list")
@@ -136,10 +136,11 @@ def _entered(
 def _list(what: str, values: Tree) -> list[Tree]:
     if type(values) in (list, tuple):
         return list(values)
-    named = isinstance(values, tuple) and hasattr(values, "_fields")
-    if named or isinstance(values, _NO_LISTS) or owner(values) is not None or not isinstance(values, Iterable):
+    is_namedtuple = isinstance(values, tuple) and hasattr(values, "_fields")
+    is_tree = is_namedtuple or isinstance(values, _NOT_LISTS) or owner(values) is not None
+    if is_tree or not isinstance(values, Iterable):
         raise invalid(f"a list of {what}", type(values).__name__)
-    return list(iter(values))  # whose length is not what the object claims
+    return list(iter(values))  # not list(values), which would call the object's __len__
 
 
 def _weights(weights: Iterable[Scalar] | Array) -> list[Scalar]:

@@ -1,4 +1,4 @@
-"""Replicas: devices and machines that each hold a part."""
+"""Replicas: combines contributions and partial states of devices and machines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Order, Scalar, State, Tree
 
 LOCAL = Collective()
-"""The collective of a program that runs on one replica."""
+"""The collective of a single replica."""
 
 
 @operation("jax_axis")
 def jax_axis(names: str | Sequence[str]) -> Collective:
-    """The replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
+    """The collective of the replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
 
     Args:
-      names: an axis name, or several; ranks are then numbered with the last name fastest.
+      names: an axis name, or several; the last one varies fastest in the ranks.
 
     >>> import gradcombine as gc
     >>> gc.jax_axis(("replica", "data"))
@@ -35,7 +35,7 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
 
 @operation("tf_replicas")
 def tf_replicas() -> Collective:
-    """The replicas of the tf.distribute strategy in whose replica context the call is made; one where there is none.
+    """The collective of the replicas of the current tf.distribute strategy; of one replica if there is no strategy.
 
     >>> import gradcombine as gc
     >>> gc.tf_replicas()
@@ -48,34 +48,35 @@ def tf_replicas() -> Collective:
 def all_reduce(
     reduction: Reduction, value: Tree, over: Collective, weight: Scalar = 1.0, order: Order = "sequential"
 ) -> Tree:
-    """Combines one contribution of each replica; every replica gets the combined tree.
+    """All-reduces one contribution per replica: every replica gets the combined tree.
 
     Args:
       reduction: from `gradcombine.reductions`.
-      value: this replica's tree.
-      over: the collective, always explicit: `LOCAL`, `jax_axis` or `tf_replicas`.
-      weight: of this replica's contribution. A mean reduces numerators and weights together and divides once.
-      order: ``"sequential"``: the framework's own all-reduce. ``"tree"``: the canonical binary tree over the ranks.
+      value: the tree of this replica.
+      over: the collective: `LOCAL`, `jax_axis` or `tf_replicas`.
+      weight: the weight of this replica's contribution. A mean reduces numerators and weights together and divides
+        once.
+      order: ``"sequential"``: the all-reduce of the framework. ``"tree"``: the canonical binary tree over the ranks.
 
     Returns:
       The combined tree, the same on every replica.
 
     Raises:
-      GradCombineError: as `combine`; for an axis that is not bound; outside of a replica context; and for a value that
-        shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a
-        replicated parameter is: summing that again would count it once per replica.
+      GradCombineError: as `combine`; for an unbound axis; outside of a replica context; and for a value that is already
+        the same on all replicas by shard_map's types (check_vma), such as the gradient of a replicated parameter, which
+        would be counted once per replica.
 
-    Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums
-    are rounded in the order that the framework's all-reduce chooses.
+    Bits: order ``"tree"``: those of `combine` over the contributions by rank. Order ``"sequential"``: sums are rounded
+    in an order that the framework chooses.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.all_reduce(gc.reductions.mean(), np.float32([1, 2]), over=gc.LOCAL)
     array([1., 2.], dtype=float32)
     """
     check(reduction=reduction, order=order, over=over)
-    over.size()  # refuses a call from outside of the replicas
+    over.size()  # raises outside of a replica context
     leaves, structure = tree.flatten(value)
-    # A value may be NumPy's; replicas exchange arrays of the rank's framework.
+    # The value may have NumPy leaves; collectives take arrays of the framework, as the rank is.
     backend = resolve([*leaves, over.rank()])
     for i, path in enumerate(structure.paths()):
         with within(path):
@@ -93,22 +94,22 @@ def all_reduce(
 
 @operation("merge_replicas")
 def merge_replicas(reduction: Reduction, state: State, over: Collective, order: Order = "sequential") -> State:
-    """Merges one partial state of each replica; every replica gets the merged state.
+    """Merges one partial state per replica: every replica gets the merged state.
 
     Args:
-      reduction: the one that made the state.
-      state: a state of the reduction, or of `accumulate`: then its window is merged, partial or full, and its position
-        and index stay as they are (they are the same on all replicas that update in step).
+      reduction: the reduction of the state.
+      state: a state of the reduction, or of `accumulate`. The latter keeps its step and index, and its window, partial
+        or full, is merged. All replicas must have the same step and index.
       over, order: as for `all_reduce`.
 
     Returns:
-      The merged state, of the same kind.
+      The merged state, of the same type.
 
     Raises:
       GradCombineError: as `all_reduce`, and for a state of another reduction.
 
-    Bits: order ``"tree"``, with windows accumulated in order ``"tree"``, and the same power of two of contributions on
-    each replica: those of `combine` in order ``"tree"`` over all contributions, replica 0's first.
+    Bits: in order ``"tree"``, if the windows were accumulated in order ``"tree"`` and all replicas have the same number
+    of contributions, a power of two: those of `combine` in order ``"tree"`` over all contributions, replica 0 first.
 
     >>> import numpy as np, gradcombine as gc
     >>> acc = gc.accumulate(gc.reductions.mean(), every=2)

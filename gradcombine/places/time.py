@@ -1,4 +1,4 @@
-"""Time: one contribution after another, in windows."""
+"""Time: accumulates contributions one after another, in windows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, Scal
 
 
 class Accumulator(NamedTuple):
-    """Pure functions over an `AccumulateState`; made by `accumulate`.
+    """Pure functions on an `AccumulateState`; made by `accumulate`.
 
     Attributes:
-      init: ``init(like) -> state``: no window begun. ``like``: arrays or shape/dtype specs, None for "no gradient".
-      update: ``update(grads, state, weight=1.0) -> state``: one more contribution. After a full window it starts the
-        next.
-      ready: ``ready(state)``: whether the window is full, a boolean scalar (traced where the state is).
-      value: ``value(state)``: the window so far, partial or full, divided by its true weight.
-      restart: ``restart(state) -> state``: drops the window, after its value was taken early.
+      init: ``init(like) -> state``: an empty window. ``like``: arrays or shape/dtype specs, None for "no gradient".
+      update: ``update(grads, state, weight=1.0) -> state``: adds a contribution; to a new window if this one is full.
+      ready: ``ready(state)``: whether the window is full, a boolean scalar (traced if the state is).
+      value: ``value(state)``: the result of the window, partial or full, divided by the weights it has.
+      restart: ``restart(state) -> state``: drops a window whose value was taken before it was full.
     """
 
     init: Callable[[Tree], AccumulateState]
@@ -55,26 +54,26 @@ def accumulate(
 ) -> Accumulator:
     """Combines contributions over windows of ``every`` updates.
 
-    All functions are pure, take NumPy, JAX or TensorFlow trees, and may be called inside jit, scan and tf.function. A
-    full window stays readable until the next update, which begins with an empty window in its place: nothing of one
-    window, not even a NaN, reaches the next.
+    All functions are pure, take NumPy, JAX or TensorFlow trees, and can be called inside jit, scan and tf.function. A
+    full window can be read until the next update, which replaces it with an empty one: nothing of a window, not even a
+    NaN, reaches the next one.
 
     Args:
       reduction: from `gradcombine.reductions`.
-      every: the length of a window, in updates (those of weight 0 counted): an integer of 1 or more, or a function of
-        the window's index (int32 scalar, traced under jit) that returns one. A traced length under 1 means 1.
-      order: ``"sequential"``: one running value. ``"tree"``: the canonical order of `combine`, held in a binary counter
-        of floor(log2(every)) + 1 partial states.
-      max_every: with a function and order ``"tree"``: the longest window, which sizes the counter. Updates past it are
-        added, but no longer in the canonical order.
+      every: the length of a window in updates, including those of weight 0: an integer of 1 or more, or a function from
+        the index of the window (int32 scalar, traced under jit) to one. Traced lengths below 1 count as 1.
+      order: ``"sequential"``: one running value. ``"tree"``: the canonical order of `combine`, in a binary counter of
+        floor(log2(every)) + 1 partial states.
+      max_every: the longest window, which sizes the binary counter; required for order ``"tree"`` if ``every`` is a
+        function. Updates beyond it are combined, but not in the canonical order.
 
     Returns:
       An `Accumulator`.
 
     Raises:
       GradCombineError: for an ``every`` or ``max_every`` that is 0, negative or not an integer; in ``update`` as
-        `combine`, and for a window of more microbatches than ``every``, where that is known, as one that was saved
-        under another one may have: the state that was passed in is still whole then.
+        `combine`, and for a window that already has more than ``every`` updates (unless traced), for instance from a
+        checkpoint with another ``every``. The state remains valid.
 
     Bits: those of `combine` in the same order.
 
@@ -117,7 +116,7 @@ def accumulate(
         step, index = state.step, state.index
         if known is None or known:
             if known is not None:
-                _require_begun_here(backend, state, length)
+                _require_same_every(backend, state, length)
             step, index = tree.select(backend, full, (backend.full((), 0, INT32), index + 1), (step, index))
         if isinstance(state.levels, BinaryCounter):
             carry = reduction.update(binary_counter.cleared(reduction, state.levels), grads, weight)
@@ -146,7 +145,7 @@ def accumulate(
 
 
 def whole_window(reduction: Reduction, state: AccumulateState) -> State:
-    """The whole window as one partial state of the reduction."""
+    """The window as one partial state of the reduction."""
     require_state(state)
     if isinstance(state.levels, BinaryCounter):
         return binary_counter.total(reduction, state.levels)
@@ -154,7 +153,7 @@ def whole_window(reduction: Reduction, state: AccumulateState) -> State:
 
 
 def replace_window(reduction: Reduction, state: AccumulateState, merged: State) -> AccumulateState:
-    """The state with this window in place of its own; position and index stay."""
+    """Replaces the window by one partial state of the reduction; keeps step and index."""
     require_state(state)
     if isinstance(state.levels, BinaryCounter):
         return state._replace(levels=binary_counter.holding(reduction, merged, depth_of(state)))
@@ -162,36 +161,35 @@ def replace_window(reduction: Reduction, state: AccumulateState, merged: State) 
 
 
 def cleared(reduction: Reduction, levels: tuple[State, ...] | BinaryCounter) -> tuple[State, ...] | BinaryCounter:
-    """The levels of an empty window."""
+    """The levels of an empty window of the same shapes."""
     if isinstance(levels, BinaryCounter):
         return levels._replace(filled=levels.filled * 0)
     return (reduction.clear(levels[0]),)
 
 
 def depth_of(state: AccumulateState) -> int:
-    """The number of partial states: 1 in order ``"sequential"``."""
+    """The number of levels: 1 in order ``"sequential"``."""
     return binary_counter.depth_of(state.levels) if isinstance(state.levels, BinaryCounter) else len(state.levels)
 
 
 def require_state(state: State) -> None:
-    """Raises for what is not an `AccumulateState`."""
     require_type("an AccumulateState", state, AccumulateState)
 
 
 @operation("check_state")
 def check_state(reduction: Reduction, state: State) -> None:
-    """Checks a state that comes from elsewhere: from a file of another library, say, or made by hand.
+    """Checks a state that was not made by the functions of the reduction, for instance a checkpoint.
 
-    The functions of a reduction and of `accumulate` look at the class of a state alone: what they made themselves they
-    trust. `gradcombine.statefile` checks what it loads.
+    The functions of a reduction and of `accumulate` only check the type of a state. `gradcombine.statefile` checks the
+    states that it loads.
 
     Args:
-      reduction: the one that is to go on with it.
-      state: of the reduction, or of `accumulate`. Arrays may be traced.
+      reduction: the reduction that will use the state.
+      state: a state of the reduction or of `accumulate`; its arrays may be traced.
 
     Raises:
-      GradCombineError: for a state of another reduction, precision or member, and for arrays of other shapes or dtypes
-        than this reduction makes; names the place.
+      GradCombineError: for a state of another reduction, precision or `per_leaf` member, and for arrays of shapes or
+        dtypes that this reduction does not make; names the leaf.
 
     >>> import numpy as np, gradcombine as gc
     >>> mean = gc.reductions.mean()
@@ -204,30 +202,30 @@ def check_state(reduction: Reduction, state: State) -> None:
 
 
 def require_state_of(reduction: Reduction, state: State) -> None:
-    """`check_state`, for functions that give errors a name of their own."""
+    """`check_state` for public functions, which add their own names to errors."""
     check(reduction=reduction)
     part, path = state, ""
     if isinstance(state, AccumulateState):
-        # TensorFlow's wrappers of tuples are instances of tuple alone.
-        listed = isinstance(state.levels, (tuple, list))  # pyright: ignore[reportUnnecessaryIsInstance]
+        # A list or TensorFlow's wrapper of a tuple, in a restored checkpoint.
+        is_sequence = isinstance(state.levels, (tuple, list))  # pyright: ignore[reportUnnecessaryIsInstance]
         counts = {"step": state.step, "index": state.index}
         if isinstance(state.levels, BinaryCounter):
             counts["levels.filled"] = state.levels.filled
-        elif not listed or len(state.levels) != 1:
+        elif not is_sequence or len(state.levels) != 1:
             raise invalid("1 level, or a BinaryCounter", type_name(state.levels), ".levels")
         for name, count in counts.items():
             require_count(count, f".{name}")
         part, path = _first_level(state)
     with within(path):
-        tree.flatten(part)  # raises for a tree without an end, and for what is no array
-        # Of parts that are no arrays.
+        tree.flatten(part)  # raises for leaves that are not arrays, and for a tree that contains itself
+        # `clear` trusts its argument, and may fail in any way for the state of another reduction.
         with translate_errors(f"a state of {reduction!r}", AttributeError, LookupError, TypeError, ValueError):
             expected = reduction.clear(part)
         tree.require_alike(expected, part)
 
 
 def _first_level(state: AccumulateState) -> tuple[State, str]:
-    """A partial state of a window, and its place."""
+    """The first partial state of a window, and its path."""
     if not isinstance(state.levels, BinaryCounter):
         return state.levels[0], ".levels[0]"
     leaves, _ = tree.flatten(state.levels.stacked)
@@ -238,26 +236,26 @@ def _first_level(state: AccumulateState) -> tuple[State, str]:
     return binary_counter.level(state.levels, 0), ".levels.stacked"
 
 
-def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Scalar]) -> None:
-    """Raises if a full window holds more microbatches than ``every``, as one that was begun under another one may."""
+def _require_same_every(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Scalar]) -> None:
+    """Raises if a full window has more than ``every`` microbatches: it was started with another ``every``."""
     step = backend.concrete(backend.asarray(state.step))
     most = backend.concrete(backend.asarray(length_at(length, state.index)))
     if step is not None and most is not None and most < step < MOST:
-        expected = f"a window of {int(most)} microbatches or fewer (was it begun under another every?)"
+        expected = f"a window of {int(most)} microbatches or fewer (was it started with another every?)"
         raise invalid(expected, int(step), ".step")
 
 
 def length_at(length: int | Callable[[Array], Scalar], index: Array) -> Array:
-    """The length of window number ``index``, where it is given as a number or as a function."""
+    """The length of the window of this index; raises for an invalid result of the user's function."""
     if not callable(length):
         return length
     every = length(index)
     backend = owner(every)
     if backend is None:
         return LENGTH(every)
-    known = backend.concrete(backend.asarray(every))
-    if known is not None:
-        return LENGTH(known)
+    value = backend.concrete(backend.asarray(every))
+    if value is not None:
+        return LENGTH(value)
     if backend.dtype(every).kind not in "iu":
         raise invalid(EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
     return backend.maximum(every, backend.full((), 1, backend.dtype(every)))

@@ -1,9 +1,8 @@
 # pyright: standard
-"""A window of training: microbatches over time and replicas, up to the boundary where they are combined.
+"""A window of training: microbatches over time and replicas, and the boundary at which they are combined.
 
-What an optimizer wrapper or a training step has to know about windows is here, for every framework alike. A host, as
-the integrations are, keeps the state where its framework wants it, and lends the one thing that differs between
-frameworks: a branch that is taken once per window and costs nothing else.
+Holds the logic of windows that optimizer wrappers and training steps of all frameworks share. The integrations store
+the state, and pass in the one thing that differs between frameworks: a conditional that runs once per window.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from gradcombine.settings import UNTIL_FLUSH, Settings
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, Order, Scalar, State, Tree, no_autograph
 
 OVER = np.int32(MOST)
-"""The step of a window that has ended, whatever its length: its contributions were applied, or all left out."""
+"""The step of a window that is over, for any length: its contributions were applied, or all were skipped."""
 
 
 class RunIf(Protocol):
-    """The branch of a host: ``run(kept)`` where the boolean scalar holds, else ``kept`` as it is.
+    """A conditional of the integration's framework: ``run(kept)`` if the condition holds.
 
     Returns:
-      What is kept, and the second result of ``run``; of that, zeros where it did not run.
+      The results of ``run``; if it did not run, ``kept`` and zeros for the second result.
     """
 
     def __call__(self, condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]: ...
@@ -44,20 +43,20 @@ class RunIf(Protocol):
 
 @dataclass(frozen=True)
 class Window(Settings):
-    """Contributions of several replicas over time. Pure functions of an `AccumulateState`.
+    """Pure functions on an `AccumulateState` for windows over time and replicas.
 
-    A window is full after ``every`` microbatches, those of weight 0 and those left out counted, or when it is flushed.
-    The contribution after that begins the next one. A full window stays readable until then, unless it was applied by a
-    host whose exchange takes arrays over (`is_taken_over`): of such a one nothing is promised but that it is full.
+    A window is full after ``every`` microbatches, including skipped ones and those of weight 0, or when it is flushed.
+    The next contribution starts a new window. A full window can be read until then, unless `apply_if` let the
+    all-reduce overwrite its arrays (`is_taken_over`).
 
-    That a window is over is noted in its state, by `OVER` in the place of its step. So a saved window that goes on
-    under another ``every`` loses nothing: where it has as many microbatches as that, or more, it ends with the next.
+    The state records that a window is over by the step `OVER`. So a window that is restored under another ``every``
+    loses no contributions: if it already has ``every`` microbatches or more, the next one completes it.
 
     Attributes:
       reduction: from `gradcombine.reductions`.
-      every, order, max_every: as for `gradcombine.accumulate`. `gradcombine.UNTIL_FLUSH`: a flush alone ends windows;
-        order ``"tree"`` then needs ``max_every``.
-      over: the replicas. The state's levels are each replica's own, all else in it is the same on all.
+      every, order, max_every: as for `gradcombine.accumulate`. With `gradcombine.UNTIL_FLUSH` only a flush ends
+        windows; order ``"tree"`` then requires ``max_every``.
+      over: the replicas. Their states differ in the levels only.
     """
 
     reduction: Reduction
@@ -68,61 +67,60 @@ class Window(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.accumulator  # a bad function is refused here, before there is a state
+        _ = self.accumulator  # raises for invalid settings
 
     @cached_property
     def accumulator(self) -> Accumulator:
-        """The window of one replica."""
-        # A counter has levels for the longest window: one without an end has to be told of another.
-        every = self.every
+        """The `accumulate` functions of one replica."""
         if self.ends_by_flush and self.order == "tree":
-            expected = "max_every, the longest window, for windows that a flush alone ends in order 'tree'"
+            expected = "max_every, the longest window, for windows that only a flush ends in order 'tree'"
             require_given(expected, self.max_every)
+            # As a function: a constant length would size the binary counter in place of max_every.
             return accumulate(self.reduction, lambda index: UNTIL_FLUSH, order=self.order, max_every=self.max_every)
-        return accumulate(self.reduction, every, order=self.order, max_every=self.max_every)
+        return accumulate(self.reduction, self.every, order=self.order, max_every=self.max_every)
 
     @property
     def ends_by_flush(self) -> bool:
-        """Whether nothing but a flush ends windows, which is the host's to know."""
+        """Whether only a flush ends windows."""
         return not callable(self.every) and self.every == UNTIL_FLUSH
 
     @no_autograph
     def init(self, like: Tree) -> AccumulateState:
-        """No window begun, for gradients of these shapes and dtypes."""
+        """An empty window for gradients of these shapes and dtypes."""
         return self.accumulator.init(like)
 
     @no_autograph
     def is_full(self, state: AccumulateState) -> Array:
-        """Whether the window has ended, and its contributions may be taken; a boolean scalar."""
+        """Whether the window has all its contributions and can be applied; a boolean scalar."""
         return self.accumulator.ready(state)
 
     @no_autograph
     def is_over(self, state: AccumulateState) -> Array:
-        """Whether the next contribution begins another window; a boolean scalar."""
-        return state.step >= OVER  # which is the largest int32; tensors of TensorFlow 1's graphs know no ==
+        """Whether the next contribution starts a new window; a boolean scalar."""
+        return state.step >= OVER  # not ==, which TensorFlow 1 graph tensors do not overload
 
     @no_autograph
     def is_partial(self, state: AccumulateState) -> Array:
-        """Whether there are contributions that a flush has to apply."""
+        """Whether there are contributions that a flush has to apply; a boolean scalar."""
         return (state.step > 0) & ~self.is_over(state)
 
     @no_autograph
     def next(self, state: AccumulateState) -> tuple[Array, Array]:
-        """The number of the window that the next contribution belongs to, and its place there; both from 0."""
+        """The index of the window of the next contribution, and its index in that window; both from 0."""
         backend, over = resolve([state.step, state.index]), self.is_over(state)
-        step = self._going_on(state).step
+        step = self._with_room(state).step
         return backend.where(over, state.index + 1, state.index), backend.where(over, step * 0, step)
 
     @no_autograph
     def number(self, state: AccumulateState) -> Array:
-        """The number of the next contribution among those of its window on all replicas, from 0.
+        """The index of the next contribution among those of its window on all replicas, from 0.
 
-        Each replica has a block, as long as the window; where only a flush ends that, replicas take turns.
+        Replica r has the indices from ``r * every``; if only a flush ends windows, the replicas' indices alternate.
         """
-        index, place = self.next(state)
+        index, position = self.next(state)
         if self.ends_by_flush:
-            return place * self.over.size() + self.over.rank()
-        return self.over.rank() * self._length(index) + place
+            return position * self.over.size() + self.over.rank()
+        return self.over.rank() * self._length(index) + position
 
     @no_autograph
     def contribute(
@@ -131,46 +129,52 @@ class Window(Settings):
         gradients: Tree,
         weight: Scalar = 1.0,
         *,
-        left_out: Array | bool = False,
+        skipped: Array | bool = False,
         number: Array | None = None,
     ) -> AccumulateState:
-        """One more microbatch of this replica.
+        """Adds a microbatch of this replica.
 
         Args:
           state: the window so far.
-          gradients: of this replica, as for `gradcombine.accumulate`.
-          weight: likewise.
-          left_out: whether it counts nothing. It is a step of its window all the same, so that windows end with the
-            same microbatches whatever is left out. The same on all replicas, see `agreed`.
-          number: of the microbatch, for a reduction that is `gradcombine.reductions.numbered`; None: that of its place.
+          gradients: the gradients of this replica, as for `gradcombine.accumulate`.
+          weight: the weight of the microbatch, as for `gradcombine.accumulate`.
+          skipped: whether to give it weight 0. It still advances the window, so that the boundaries of windows do not
+            depend on what is skipped. The same on all replicas, see `agreed`.
+          number: the index of the microbatch, for a `gradcombine.reductions.numbered` reduction; None: `number`.
         """
         if self.reduction.microbatches is not None and not isinstance(gradients, Numbered):
             gradients = Numbered(gradients, self.number(state) if number is None else number)
         elif number is not None:
             raise invalid("no number, or a reduction that is numbered", shown(number))
-        if left_out is not False:
-            weight = self._weight_unless(left_out, gradients, weight)
-        return self.accumulator.update(gradients, self.own(self._going_on(state)), weight)
+        if skipped is not False:
+            weight = self._weight_unless(skipped, gradients, weight)
+        return self.accumulator.update(gradients, self.own(self._with_room(state)), weight)
 
     @no_autograph
     def once(self, state: AccumulateState, weight: Scalar, number: Array) -> tuple[Scalar, Array]:
-        """The weight and the number of a contribution; 0 and a placeholder where the window holds the number already.
+        """Makes `contribute` ignore a microbatch that the window already has.
 
         Args:
-          state: the window so far, of a reduction that is `gradcombine.reductions.numbered`.
-          weight, number: as for `contribute`, which they are for.
+          state: the window so far, of a `gradcombine.reductions.numbered` reduction.
+          weight, number: the arguments of `contribute`.
+
+        Returns:
+          ``weight`` and ``number``; 0 and a placeholder for a duplicate.
         """
         counts, microbatches = whole_window(self.reduction, state).counts, self.reduction.microbatches
         backend = resolve([counts, number])
         one = one_at(backend, number, 0 if microbatches is None else microbatches)
-        again = (backend.total(backend.product(backend.asarray(counts), one)) > 0) & ~self.is_over(state)
+        is_duplicate = (backend.total(backend.product(backend.asarray(counts), one)) > 0) & ~self.is_over(state)
         number = backend.asarray(number)
         placeholder = backend.full((), PLACEHOLDER, backend.dtype(number))
-        return weights.where(backend, ~again, weight, wide=True), backend.where(again, placeholder, number)
+        return (
+            weights.where(backend, ~is_duplicate, weight, wide=True),
+            backend.where(is_duplicate, placeholder, number),
+        )
 
     @no_autograph
     def end(self, state: AccumulateState, condition: Array | bool = True) -> AccumulateState:
-        """The state, its window over where the condition holds: the next contribution begins another."""
+        """Marks the window as over if the condition holds, so that the next contribution starts a new one."""
         if condition is False:
             return state
         backend = resolve([state.step])
@@ -179,53 +183,61 @@ class Window(Settings):
 
     @no_autograph
     def due(
-        self, state: AccumulateState, *, flush: Array | bool = False, left_out_in_a_row: Array | None = None
+        self, state: AccumulateState, *, flush: Array | bool = False, skipped_in_a_row: Array | None = None
     ) -> tuple[AccumulateState, Array]:
-        """Ends the window where it is flushed, and says whether it is to be applied.
+        """Ends the window if it is full or flushed; returns whether to apply it.
 
-        That is where it is full, and not all of its microbatches were left out: neither momentum nor weight decay is to
-        act on a gradient that was not there.
+        A window of which all microbatches were skipped is not applied: momentum and weight decay must not act on a
+        missing gradient.
 
         Args:
-          state: after a contribution.
-          flush: whether that was the last one of its window. The same on all replicas, see `agreed`.
-          left_out_in_a_row: how many of the last contributions were left out, of this window and before; None: none.
+          state: the state after a contribution.
+          flush: whether to end the window after this contribution. The same on all replicas, see `agreed`.
+          skipped_in_a_row: the number of consecutive skipped contributions up to this one, of this window and earlier
+            ones. None if none was skipped.
 
         Returns:
-          The state, and a boolean scalar; a bool that is known while tracing, where a flush that is known ends windows
-          alone.
+          The state, and a boolean scalar; a Python bool if ``flush`` is one and decides alone.
         """
-        # Known where the host knows it: its program then has no branch.
-        known = isinstance(flush, bool) and (flush or self.ends_by_flush)
-        full = flush if known else self.is_full(state) | flush
+        # If it is static, the caller's program needs no conditional.
+        is_static = isinstance(flush, bool) and (flush or self.ends_by_flush)
+        full = flush if is_static else self.is_full(state) | flush
         ended = self.end(state, full)
-        if full is False or left_out_in_a_row is None:
+        if full is False or skipped_in_a_row is None:
             return ended, full
-        return ended, full & (left_out_in_a_row < state.step)
+        return ended, full & (skipped_in_a_row < state.step)
 
     @no_autograph
     def value(self, state: AccumulateState) -> Tree:
-        """The window combined over its microbatches and over the replicas, and then divided, once."""
+        """The result of the window, combined over its microbatches and the replicas."""
         require_none(state.levels)
         return self.exchanged(state)[0]
 
     @no_autograph
     def merged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[State, list[Array]]:
-        """The window as one partial state, merged over the replicas; and the arrays of these numbers, in its levels."""
-        whole = whole_window(self.reduction, state)
-        merged = merge_replicas(self.reduction, whole, over=self.over, order=self.order)
+        """All-reduces the window.
+
+        Args:
+          state: the window of this replica.
+          taken: indices of leaves of ``state.levels``.
+
+        Returns:
+          The merged partial state, and its arrays that correspond to ``taken``, typed as varying over the replicas.
+        """
+        part = whole_window(self.reduction, state)
+        merged = merge_replicas(self.reduction, part, over=self.over, order=self.order)
         if not taken:
             return merged, []
         arrays = tree.flatten_as(tree.flatten(state.levels)[1], (merged,))
         return merged, self.over.mark_varying([arrays[i] for i in taken])
 
     def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
-        """`value`, and the arrays of these numbers as the exchange leaves them: each replica's own, and merged."""
+        """`value`, and the merged arrays that correspond to ``taken``, as in `merged`."""
         merged, arrays = self.merged(state, taken)
         return self.reduction.finalize(merged), arrays
 
     def is_taken_over(self, array: Array) -> bool:
-        """Whether this array of a window is what the exchange works in, in place of a copy: the host's to say."""
+        """Whether the all-reduce may overwrite this array of a window instead of copying it. For subclasses."""
         return False
 
     @no_autograph
@@ -237,34 +249,34 @@ class Window(Settings):
         kept: Tree,
         run_if: RunIf,
     ) -> tuple[AccumulateState, Tree, Tree]:
-        """Runs what follows a window: exchange, division and ``apply(kept, value)`` are inside of the branch.
+        """Runs all-reduce, division and ``apply(kept, value)`` inside of a conditional.
 
-        The window is read there and not written, so that no host copies it, but for arrays that the exchange takes
-        over: these hold the merged window afterwards. Nothing reads them again, as the window is full and the next one
-        begins empty.
+        The conditional only reads the window, so that no framework copies it, except for the arrays that the all-reduce
+        may overwrite (`is_taken_over`), which are its operands and results and hold the merged window afterwards.
+        Nothing reads those again, as the next contribution starts with an empty window.
 
-        A host whose windows and parameters are variables has nothing to hand on, and calls `value` in a branch of its
-        own: TensorFlow's is taken outside of the replicas, which read their windows inside.
+        TensorFlow's integrations, whose windows and parameters are variables, call `value` in a conditional outside of
+        the replica context instead.
 
         Args:
-          condition: `due`, or `is_partial` for a flush; the same on all replicas.
-          state: whose window is applied.
+          condition: the result of `due`, or `is_partial` for a flush; the same on all replicas.
+          state: the state with the window to apply.
           apply: for instance an optimizer: ``(kept, combined gradients) -> (kept, metrics)``.
-          kept: what it changes, for instance parameters and the optimizer's state.
-          run_if: the host's branch.
+          kept: the tree that ``apply`` updates, for instance parameters and optimizer state.
+          run_if: the conditional of the framework.
 
         Returns:
-          The state, what is kept, and the metrics.
+          The state, the updated ``kept``, and the metrics.
         """
         arrays, structure = tree.flatten(state.levels)
-        # A counter's levels are no state of the reduction.
+        # The stacked levels of a counter do not correspond to the arrays of a merged state.
         single = [] if isinstance(state.levels, BinaryCounter) else enumerate(arrays)
-        own = residuals(state.levels)
-        taken = [i for i, x in single if x is not None and (i in own or self.is_taken_over(x))]
+        changing = residuals(state.levels)  # the all-reduce returns new ones
+        taken = [i for i, x in single if x is not None and (i in changing or self.is_taken_over(x))]
 
         def with_taken(changed: Sequence[Array]) -> AccumulateState:
-            at = dict(zip(taken, changed, strict=True))
-            levels = tree.unflatten(structure, (at.get(i, x) for i, x in enumerate(arrays)))
+            replaced = dict(zip(taken, changed, strict=True))
+            levels = tree.unflatten(structure, (replaced.get(i, x) for i, x in enumerate(arrays)))
             return state._replace(levels=levels)
 
         def run(both: tuple[list[Array], Tree]) -> tuple[tuple[list[Array], Tree], Tree]:
@@ -277,31 +289,31 @@ class Window(Settings):
 
     @no_autograph
     def own(self, state: AccumulateState) -> AccumulateState:
-        """The state, its levels marked as this replica's own, so that a loop may carry it."""
+        """Marks the levels as varying over the replicas, as the carry of a loop in shard_map must be."""
         arrays, structure = tree.flatten(state.levels)
         return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))
 
     @no_autograph
     def agreed(self, flags: Sequence[Array | bool]) -> list[Array | bool]:
-        """Each flag, true where it is true on any replica: were replicas to differ, some would wait for ever.
+        """Ors each flag over the replicas: replicas that branch differently around a collective would deadlock.
 
         Args:
-          flags: boolean scalars. Known ones are taken to be the same on all replicas; all others take one exchange.
+          flags: boolean scalars. Concrete ones must be the same on all replicas; traced ones take one all-reduce.
 
         Returns:
-          A bool for each known flag, a boolean scalar array for each of the others.
+          A bool for each concrete flag, a boolean scalar array for each traced one.
         """
-        known = [_known(flag) for flag in flags]
-        unknown = [flag for flag, value in zip(flags, known, strict=True) if value is None]
-        if not unknown:
-            return [bool(value) for value in known]
-        backend = resolve(unknown)
-        (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in unknown])])
-        agreed = iter([counts[i] > 0 for i in range(len(unknown))])
-        return [next(agreed) if value is None else value for value in known]
+        values = [_concrete(flag) for flag in flags]
+        traced = [flag for flag, value in zip(flags, values, strict=True) if value is None]
+        if not traced:
+            return [bool(value) for value in values]
+        backend = resolve(traced)
+        (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in traced])])
+        agreed = iter([counts[i] > 0 for i in range(len(traced))])
+        return [next(agreed) if value is None else value for value in values]
 
-    def _going_on(self, state: AccumulateState) -> AccumulateState:
-        """The state, one microbatch from its end where it has more, or as many, and is not over."""
+    def _with_room(self, state: AccumulateState) -> AccumulateState:
+        """Lowers the step of a full window that is not over, restored under another ``every``, to ``every - 1``."""
         if self.ends_by_flush:
             return state
         length = self._length(state.index)
@@ -309,27 +321,27 @@ class Window(Settings):
         return state._replace(step=resolve([state.step]).where(full, length - 1, state.step))
 
     def _length(self, index: Array) -> Array:
-        """The length of window number ``index``, an int32 scalar."""
+        """The length of the window of this index, an int32 scalar."""
         if not callable(self.every):
             return np.int32(self.every)
         length = length_at(self.every, index)
         backend = resolve([index, length])
         return backend.cast(backend.asarray(length), dtypes.INT32)
 
-    def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Scalar) -> Scalar:
-        if left_out is True:
+    def _weight_unless(self, skipped: Array | bool, gradients: Tree, weight: Scalar) -> Scalar:
+        if skipped is True:
             return 0
-        backend, leaves = resolve([left_out]), tree.flatten(gradients)[0]
+        backend, leaves = resolve([skipped]), tree.flatten(gradients)[0]
         wide = any(leaf is not None and dtypes.is_wide(backend.dtype(leaf)) for leaf in leaves)
-        return weights.where(backend, ~left_out, weight, wide)
+        return weights.where(backend, ~skipped, weight, wide)
 
 
 def widened(gradient: Leaf, like: Leaf) -> Leaf:
-    """A gradient; a narrower one, without loss, in the dtype that a window was made for.
+    """Casts a narrower gradient exactly to the dtype that a window was made for.
 
     Args:
-      gradient: an array or None. The window refuses what is of another kind, or wider.
-      like: an array or spec; None leaves the gradient as it is.
+      gradient: an array or None. Wider dtypes and other types are returned unchanged; the window raises for them.
+      like: an array or spec; None leaves the gradient unchanged.
     """
     if gradient is None or like is None:
         return gradient
@@ -340,16 +352,16 @@ def widened(gradient: Leaf, like: Leaf) -> Leaf:
 
 
 def require_flag(name: str, flag: Scalar) -> Array | bool:
-    """Refuses what is not a boolean scalar."""
-    backend = None if isinstance(flag, (bool, np.bool_)) else owner(flag)
+    """Returns a boolean scalar, a Python bool if it is one or NumPy's; raises for other values."""
     if isinstance(flag, (bool, np.bool_)):
         return bool(flag)
+    backend = owner(flag)
     if backend is None or backend.dtype(flag) != np.bool_ or backend.shape(flag) != ():
         raise invalid(f"{name} as a boolean scalar", shown(flag))
     return flag
 
 
-def _known(flag: Array | bool) -> bool | None:
+def _concrete(flag: Array | bool) -> bool | None:
     if isinstance(flag, bool):
         return flag
     backend = resolve([flag])

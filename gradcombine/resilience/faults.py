@@ -177,7 +177,7 @@ def require_none(faults: Faults, values: Tree = None) -> None:
 def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     """The policy "drop the replica": discards the contributions of faulty replicas.
 
-    For the policy "skip everywhere", pass ``left_out=faults.found`` to `gradcombine.places.window.Window`, or weight 0.
+    For the policy "skip everywhere", pass ``skipped=faults.found`` to `gradcombine.places.window.Window`, or weight 0.
 
     Args:
       reduction: that created the state.

@@ -305,10 +305,10 @@ class Accumulation:
             index, _ = self.window.next(state.window)
             left_out, detail = decide(self._skip, updates, index, params)
         flush, left_out = self.window.agreed([require_flag("flush", flush), left_out])
-        window = self.window.contribute(state.window, contribution, weight, left_out=left_out, number=number)
+        window = self.window.contribute(state.window, contribution, weight, skipped=left_out, number=number)
         skipped = self._varying(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
         in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
-        window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
+        window, due = self.window.due(window, flush=flush, skipped_in_a_row=in_a_row)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
     def _varying(self, skipped: Tree) -> Tree:
