@@ -119,7 +119,7 @@ def test_what_is_applied(steps: Any, applied: list[list[float]]) -> None:
 
 
 class TakenOver(Window):
-    def is_taken_over(self, array: Any) -> bool:
+    def may_overwrite(self, array: Any) -> bool:
         return array.ndim > 0
 
 

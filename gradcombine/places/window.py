@@ -32,13 +32,15 @@ OVER = np.int32(MOST)
 
 
 class RunIf(Protocol):
-    """A conditional of the integration's framework: ``run(kept)`` if the condition holds.
+    """A conditional of the integration's framework: ``run(carry)`` if the condition holds.
 
     Returns:
-      The results of ``run``; if it did not run, ``kept`` and zeros for the second result.
+      The results of ``run``; if it did not run, ``carry`` and zeros for the second result.
     """
 
-    def __call__(self, condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]: ...
+    def __call__(
+        self, condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], carry: Tree, /
+    ) -> tuple[Tree, Tree]: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Window(Settings):
 
     A window is full after ``every`` microbatches, including skipped ones and those of weight 0, or when it is flushed.
     The next contribution starts a new window. A full window can be read until then, unless `apply_if` let the
-    all-reduce overwrite its arrays (`is_taken_over`).
+    all-reduce overwrite its arrays (`may_overwrite`).
 
     The state records that a window is over by the step `OVER`. So a window that is restored under another ``every``
     loses no contributions: if it already has ``every`` microbatches or more, the next one completes it.
@@ -148,7 +150,7 @@ class Window(Settings):
             raise invalid("no number, or a reduction that is numbered", shown(number))
         if skipped is not False:
             weight = self._weight_unless(skipped, gradients, weight)
-        return self.accumulator.update(gradients, self.own(self._with_room(state)), weight)
+        return self.accumulator.update(gradients, self.mark_varying(self._with_room(state)), weight)
 
     @no_autograph
     def once(self, state: AccumulateState, weight: Scalar, number: Array) -> tuple[Scalar, Array]:
@@ -236,7 +238,7 @@ class Window(Settings):
         merged, arrays = self.merged(state, taken)
         return self.reduction.finalize(merged), arrays
 
-    def is_taken_over(self, array: Array) -> bool:
+    def may_overwrite(self, array: Array) -> bool:
         """Whether the all-reduce may overwrite this array of a window instead of copying it. For subclasses."""
         return False
 
@@ -246,13 +248,13 @@ class Window(Settings):
         condition: Array,
         state: AccumulateState,
         apply: Callable[[Tree, Tree], tuple[Tree, Tree]],
-        kept: Tree,
+        carry: Tree,
         run_if: RunIf,
     ) -> tuple[AccumulateState, Tree, Tree]:
-        """Runs all-reduce, division and ``apply(kept, value)`` inside of a conditional.
+        """Runs all-reduce, division and ``apply(carry, value)`` inside of a conditional.
 
         The conditional only reads the window, so that no framework copies it, except for the arrays that the all-reduce
-        may overwrite (`is_taken_over`), which are its operands and results and hold the merged window afterwards.
+        may overwrite (`may_overwrite`), which are its operands and results and hold the merged window afterwards.
         Nothing reads those again, as the next contribution starts with an empty window.
 
         TensorFlow's integrations, whose windows and parameters are variables, call `value` in a conditional outside of
@@ -261,18 +263,18 @@ class Window(Settings):
         Args:
           condition: the result of `due`, or `is_partial` for a flush; the same on all replicas.
           state: the state with the window to apply.
-          apply: for instance an optimizer: ``(kept, combined gradients) -> (kept, metrics)``.
-          kept: the tree that ``apply`` updates, for instance parameters and optimizer state.
+          apply: for instance an optimizer: ``(carry, combined gradients) -> (carry, metrics)``.
+          carry: the tree that ``apply`` updates, for instance parameters and optimizer state.
           run_if: the conditional of the framework.
 
         Returns:
-          The state, the updated ``kept``, and the metrics.
+          The state, the updated ``carry``, and the metrics.
         """
         arrays, structure = tree.flatten(state.levels)
         # The stacked levels of a counter do not correspond to the arrays of a merged state.
         single = [] if isinstance(state.levels, BinaryCounter) else enumerate(arrays)
         changing = residuals(state.levels)  # the all-reduce returns new ones
-        taken = [i for i, x in single if x is not None and (i in changing or self.is_taken_over(x))]
+        taken = [i for i, x in single if x is not None and (i in changing or self.may_overwrite(x))]
 
         def with_taken(changed: Sequence[Array]) -> AccumulateState:
             replaced = dict(zip(taken, changed, strict=True))
@@ -281,14 +283,14 @@ class Window(Settings):
 
         def run(both: tuple[list[Array], Tree]) -> tuple[tuple[list[Array], Tree], Tree]:
             value, changed = self.exchanged(with_taken(both[0]), taken)
-            kept, metrics = apply(both[1], value)
-            return (changed, kept), metrics
+            updated, metrics = apply(both[1], value)
+            return (changed, updated), metrics
 
-        (changed, kept), metrics = run_if(condition, run, ([arrays[i] for i in taken], kept))
-        return with_taken(changed), kept, metrics
+        (changed, updated), metrics = run_if(condition, run, ([arrays[i] for i in taken], carry))
+        return with_taken(changed), updated, metrics
 
     @no_autograph
-    def own(self, state: AccumulateState) -> AccumulateState:
+    def mark_varying(self, state: AccumulateState) -> AccumulateState:
         """Marks the levels as varying over the replicas, as the carry of a loop in shard_map must be."""
         arrays, structure = tree.flatten(state.levels)
         return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))

@@ -217,7 +217,7 @@ class ReplicatedWindow(Window):
         super().__post_init__()
         require_of_jax(self.over)
 
-    def is_taken_over(self, array: Array) -> bool:
+    def may_overwrite(self, array: Array) -> bool:
         if not isinstance(self.over, JaxAxis):
             return False
         if self.over.is_bound():

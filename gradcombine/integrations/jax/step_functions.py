@@ -234,7 +234,7 @@ def over_calls(
         window, kept = window_of(state, params), (params, state.opt_state)
 
         def end(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
-            held = window.own(AccumulateState(levels, *position))
+            held = window.mark_varying(AccumulateState(levels, *position))
             partial = window.is_partial(held)
             return (partial, window.end(held, partial).step), held.levels
 

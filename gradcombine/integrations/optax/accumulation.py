@@ -243,7 +243,7 @@ class Accumulation:
             skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
-            window, skipped = self.window.own(window), self._varying(skipped)
+            window, skipped = self.window.mark_varying(window), self._varying(skipped)
         state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
         return place_beside(like, state)
 
