@@ -1,4 +1,4 @@
-"""Reductions: each function makes a `Reduction`, which says how gradients are combined."""
+"""Functions that make reductions, which define how gradients are combined."""
 
 import inspect
 

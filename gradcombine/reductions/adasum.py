@@ -1,4 +1,4 @@
-"""Adasum: a sum that does not count twice what two gradients have in common."""
+"""Adasum, a sum that does not count the common component of two gradients twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcombine.types import Array, DType
 from gradcombine.wires.wire import Wire
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
-"""By the size of a float: the integer that holds its bits, and where its exponent stands there."""
+"""The integer dtype of a float's bits, and the mask of its exponent field, by the size of the float."""
 
 
 class AdasumState(TreewiseState):
@@ -23,30 +23,30 @@ class AdasumState(TreewiseState):
 
 @operation("adasum")
 def adasum(dtype: DType = None, *, output_dtype: DType = None, wire: Wire | None = None) -> Reduction:
-    """The adaptive sum: of two gradients, each leaf without half of its projection on the other's ::
+    """The adaptive sum, which subtracts from each of two leaves half of its projection onto the other one ::
 
         adasum(a, b) = (1 - a.b / (2 |a|**2)) a + (1 - a.b / (2 |b|**2)) b
 
-    Orthogonal gradients are added, parallel ones averaged. Dot products and norms are those of a whole leaf; leaves do
-    not see each other. The rule is commutative, but not associative: what it gives for more than two depends on the
-    order in more than rounding. Order ``"sequential"`` is a left chain. Order ``"tree"`` is the canonical tree over the
-    contributions' numbers, for a power of two of them the tree of the paper. Over replicas it is always the canonical
-    tree over the ranks, so any number of them will do.
+    Adds orthogonal gradients and averages parallel ones. Dot products and norms are those of a leaf, independently of
+    the other leaves. The sum is commutative, but not associative: for more than two gradients the result depends on the
+    order beyond rounding. Order ``"sequential"`` is left to right. Order ``"tree"`` is the canonical tree over the
+    indices of the contributions, which for a power of two of them is the tree of the paper. Replicas are always
+    combined in the canonical tree over the ranks, for any number of replicas.
 
     Args:
       dtype, output_dtype, wire: as for `gradcombine.reductions.sum`.
 
     Returns:
-      A reduction of float leaves. A weight only says whether the contribution is present. No contribution: zeros. Where
-      one of the two is a leaf of zeros (or the sum of its absolute values is below the smallest normal number, or it is
-      None in all contributions so far), the result is the other. Otherwise a NaN or an infinity anywhere in the leaf,
-      or a sum of absolute values that overflows, makes all of the leaf NaN. Norms neither overflow nor underflow beside
-      that: each leaf is divided by a power of two first.
+      A reduction of float leaves, in which all nonzero weights count as 1. Without contributions the result is 0. If a
+      leaf of one of the two gradients is 0 (or the sum of its absolute values is subnormal, or it was None in all
+      contributions), the result is the other one. Otherwise a NaN or infinity in the leaf, or an overflow of the sum of
+      its absolute values, makes all its elements NaN. Norms do not overflow or underflow in any other case, as leaves
+      are first divided by a power of two.
 
-    Bits: dot products are added in the order that the framework chooses, in the accumulator's dtype; all else is
-    rounded as written, the same on every backend. So the bits agree over backends and modes where the dot products are
-    exact, as of small integers, and for leaves of one element. Otherwise one step on leaves of n elements is off by at
-    most ``((1 + e) (1 + u)**3 - 1) (|a_i| + |b_i| + (|a_i| |b| / |a| + |b_i| |a| / |b|) / 2)`` in element i, with
+    Bits: dot products are added in an order that the framework chooses, in the accumulator dtype; all else is rounded
+    as in the formula, on every backend. So the bits agree over backends and modes if the dot products are exact, as for
+    small integers, and for leaves of one element. Otherwise the error of one sum of leaves of n elements is at most
+    ``((1 + e) (1 + u)**3 - 1) (|a_i| + |b_i| + (|a_i| |b| / |a| + |b_i| |a| / |b|) / 2)`` in element i, with
     u = 2**-24 in float32, ``e = (1 + g) (1 + u) / (1 - g) - 1`` and ``g = n u / (1 - n u)``.
 
     References: S. Maleki et al., `Scaling Distributed Training with Adaptive Summation
@@ -73,7 +73,7 @@ def _zero(dtype: np.dtype) -> int:
 
 
 def _adaptive(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-    """An empty accumulator needs no case of its own: it holds zeros."""
+    # Empty accumulators are 0, and need no special case.
     running = backend.dtype(a)
     x, y = (backend.cast(leaf, dtypes.working(running)) for leaf in (a, b))
     x_unit, y_unit = _power_of_two(backend, x), _power_of_two(backend, y)
@@ -90,14 +90,16 @@ def _adaptive(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Arr
         share = backend.scale(backend.divide(dot, norm), backend.scale(other_unit, half))
         return backend.add(unscaled, -backend.scale(scaled, share))
 
-    kept = backend.add(without_projection(x, x_scaled, x_zero, y_unit), without_projection(y, y_scaled, y_zero, x_unit))
-    return backend.where(x_zero, b, backend.where(y_zero, a, backend.cast(kept, running)))
+    total = backend.add(
+        without_projection(x, x_scaled, x_zero, y_unit), without_projection(y, y_scaled, y_zero, x_unit)
+    )
+    return backend.where(x_zero, b, backend.where(y_zero, a, backend.cast(total, running)))
 
 
 def _power_of_two(backend: Backend, x: Array) -> Array:
-    """The power of two next below the sum of absolute values: 0 for a subnormal sum, infinite if it is not finite.
+    """The largest power of two up to the sum of absolute values: 0 for a subnormal sum, infinity if it is not finite.
 
-    Another order of the sum may give the next power; what is divided by it and multiplied again stays the same.
+    Another order of the sum may give an adjacent power of two, which does not change the result.
     """
     zero = backend.full((), 0, backend.dtype(x))
     size = backend.total(backend.where(x < zero, -x, x))

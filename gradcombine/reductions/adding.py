@@ -1,4 +1,4 @@
-"""The cells of sums and means: plain additions, and compensated ones."""
+"""The cells of sums and means with plain and with compensated additions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from gradcombine.reductions.weights import Weight, factor, rounded, scaled, weig
 from gradcombine.types import Array, Leaf, Order, Scalar
 
 _BLOCK = 32
-"""So many terms are added by one kernel, which compiled code may share between blocks: a power of two."""
+"""Number of terms that one kernel adds, so that all blocks share a compiled kernel; a power of two."""
 
-
-_ROWS_A_TURN = 8
-"""Rows that a turn of a loop adds: more take longer to trace, fewer to run."""
+_UNROLL = 8
+"""Rows that an iteration of the loop adds: more take longer to trace, fewer take longer to run."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Added(Cell):
     """The cell of plain sums and means: one running value.
 
     Attributes:
-      divides: whether the result is the accumulator over the sum of weights.
-      settings: of accumulator and result.
+      divides: whether the result is divided by the sum of weights.
+      settings: the dtypes of accumulator and result.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Added(Cell):
         return backend.add(a, self.term(backend, a, x, weight))
 
     def term(self, backend: Backend, a: Array, x: Array, weight: Weight) -> Array:
-        """The addend of a contribution: ``w * x`` in the accumulator's dtype."""
+        """``w * x`` in the accumulator dtype."""
         running = backend.dtype(a)
         if weight.known != 1:
             x = weighted(backend, x, weight, running)
@@ -68,7 +67,7 @@ class Added(Cell):
         if backend.prefers_rows(shape, len(xs)):
             rows = self._rows(backend, running, xs, weights)
             return backend.traced_once(_added_rows, (order,), [a, rows])[0]
-        # Each block is a node of the tree. An accumulator of nothing adds nothing to it.
+        # In order "tree" each block is a node of the tree, and starts from an empty accumulator, which is neutral.
         splits, nodes = order == "tree" and len(xs) > _BLOCK, list[Array]()
         for start in range(0, len(xs), _BLOCK):
             node = self.empty(backend, shape, running, a) if splits else a
@@ -92,11 +91,11 @@ class Added(Cell):
     def _rows(
         self, backend: Backend, running: np.dtype, xs: Sequence[Array | None], weights: Sequence[Weight]
     ) -> Array:
-        """The terms along a first axis. What is missing keeps its place in the tree, and adds nothing."""
+        """Stacks the terms along a new first axis, with a neutral row for each missing contribution."""
         first = next(x for x in xs if x is not None)
         dtype = backend.dtype(first)
-        nothing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
-        rows = backend.stack([nothing if x is None else x for x in xs])
+        missing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
+        rows = backend.stack([missing if x is None else x for x in xs])
         if not all(weight.known == 1 for weight, x in zip(weights, xs, strict=True) if x is not None):
             factors = [factor(load("numpy"), weight, running) for weight in weights]
             column = np.asarray(factors, dtypes.part(dtypes.working(running)))
@@ -107,7 +106,7 @@ class Added(Cell):
     def total_weight(
         self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf], weights: Sequence[Weight], order: Order
     ) -> Array:
-        # Known, as compiled code need not add up numbers.
+        # In NumPy, so that compiled programs have a constant.
         values = [rounded(weight.known, dtype) for weight in weights]
         with np.errstate(over="ignore"):
             total = reduce(np.add, [fold_pairwise(np.add, values)] if order == "tree" else values, dtype.type(0))
@@ -120,23 +119,23 @@ def _added(
     """The kernel of `Added.update_many`.
 
     Args:
-      backend: of the arrays.
-      running: the accumulator's dtype.
-      order: of the additions.
-      plan: for each contribution whether it has a factor; None where there is no contribution, which keeps its place.
+      backend: the backend of the arrays.
+      running: the accumulator dtype.
+      order: the order of the additions.
+      plan: whether each contribution has a factor; None for a missing contribution, which keeps its tree position.
       total: the accumulator.
-      arrays: the contributions that there are, then the factors that they have.
+      arrays: the contributions that are not missing, then the factors.
     """
     count = len(plan) - plan.count(None)
     contributions, factors = iter(arrays[:count]), iter(arrays[count:])
-    # A term is a tuple of one array or of none: None would be a free place in the tree.
+    # A term is a tuple of one array, or an empty one: None would be a free level in fold_pairwise.
     terms: list[tuple[Array, ...]] = []
-    for has in plan:
-        if has is None:
+    for has_factor in plan:
+        if has_factor is None:
             terms.append(())
             continue
         x = next(contributions)
-        terms.append((backend.cast(scaled(backend, x, next(factors), running) if has else x, running),))
+        terms.append((backend.cast(scaled(backend, x, next(factors), running) if has_factor else x, running),))
     if order == "tree":
         terms = [fold_pairwise(lambda a, b: (backend.add(*a, *b),) if a and b else a or b, terms)]
     for term in terms:
@@ -145,35 +144,35 @@ def _added(
 
 
 def _added_rows(backend: Backend, order: Order, total: Array, rows: Array) -> tuple[Array]:
-    """The kernel for terms that are the rows of one array: the total and they, added in this order."""
+    """Adds the rows of an array to the total, in this order."""
     count = shape_of(rows)[0]
     if order == "tree":
-        while count > 1:  # all nodes of a level at once
+        while count > 1:  # adds all nodes of a level at once
             even = count - count % 2
             nodes = backend.add(rows[0:even:2], rows[1:even:2])
             rows = nodes if even == count else backend.concat([nodes, rows[even:]])
             count = shape_of(rows)[0]
         return (backend.add(total, rows[0]),)
-    whole = count - count % _ROWS_A_TURN
+    unrolled = count - count % _UNROLL
 
-    def goes_on(i: Array, _: Array) -> Array:
-        return i < whole
+    def has_rows(i: Array, _: Array) -> Array:
+        return i < unrolled
 
-    def turn(i: Array, total: Array) -> tuple[Array, Array]:
-        block = (backend.slice_at(rows, i + j) for j in range(_ROWS_A_TURN))
-        return i + _ROWS_A_TURN, reduce(backend.add, block, total)
+    def add_rows(i: Array, total: Array) -> tuple[Array, Array]:
+        block = (backend.slice_at(rows, i + j) for j in range(_UNROLL))
+        return i + _UNROLL, reduce(backend.add, block, total)
 
-    _, total = backend.loop(goes_on, turn, backend.full((), 0, dtypes.INT32), total)
-    return (reduce(backend.add, [rows[i] for i in range(whole, count)], total),)
+    _, total = backend.loop(has_rows, add_rows, backend.full((), 0, dtypes.INT32), total)
+    return (reduce(backend.add, [rows[i] for i in range(unrolled, count)], total),)
 
 
 def neutral(dtype: np.dtype) -> Scalar:
-    """-0, which leaves every addend as it is: 0 + -0 would lose the sign."""
+    """The neutral element of addition: -0 for floats, as +0 would change an addend of -0."""
     return 0 if dtype.kind in "iu" else -0.0
 
 
 def finished(backend: Backend, total: Array, totals: Totals, divides: bool) -> Array:
-    """The total, or ``total / weight`` in at least float32, correctly rounded; +0 where nothing was added."""
+    """The total, or ``total / weight`` in at least float32, correctly rounded; +0 if there are no contributions."""
     if divides:
         running = backend.dtype(total)
         working = dtypes.working(running)
@@ -183,7 +182,7 @@ def finished(backend: Backend, total: Array, totals: Totals, divides: bool) -> A
 
 
 class Pair(NamedTuple):
-    """An accumulator: ``high + low`` is the sum, and ``high`` alone its rounded value."""
+    """An accumulator: ``high + low`` is the sum, and ``high`` the sum rounded at each addition."""
 
     high: Array
     low: Array
@@ -193,9 +192,9 @@ class Pair(NamedTuple):
 class Compensated(Cell):
     """The cell of compensated sums and means.
 
-    TwoSum gives the rounding error of an addition exactly; the errors are added up in ``low``. The result of n terms is
-    off by at most ``u |S| + gamma(n - 1)**2 * sum |x|``, with u = 2**-24 and gamma(n) = n u / (1 - n u): as if the sum
-    had been formed in twice the precision and rounded once.
+    Computes the exact rounding error of each addition by TwoSum, and adds the errors in ``low``. The error of the sum S
+    of n terms is at most ``u |S| + gamma(n - 1)**2 * sum |x|``, with u = 2**-24 and gamma(n) = n u / (1 - n u), as if
+    it had been computed in twice the precision and rounded once.
 
     References: D. E. Knuth, *The Art of Computer Programming* 2, 4.2.2; A. Neumaier, `Rundungsfehleranalyse einiger
     Verfahren zur Summation endlicher Summen <https://doi.org/10.1002/zamm.19740540106>`_, 1974; T. Ogita, S. M. Rump
@@ -220,16 +219,16 @@ class Compensated(Cell):
         return Pair(high, backend.add(backend.add(a.low, b.low), error))
 
     def finish(self, backend: Backend, a: Pair, totals: Totals, output: np.dtype) -> Array:
-        # What an infinite value has "lost" is NaN, and means nothing.
+        # The compensation of an infinite sum is NaN, and is ignored.
         finite = backend.add(a.high, -a.high) == backend.full((), 0, backend.dtype(a.high))
         total = backend.where(finite, backend.add(a.high, a.low), a.high)
         return backend.cast(finished(backend, total, totals, True) if self.divides else total, output)
 
 
 def two_sum(backend: Backend, a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum, and exactly what the rounding has lost: no order of the operands' sizes is assumed.
+    """The rounded sum and its exact rounding error, for operands of any magnitudes.
 
-    Compilers keep it: with operands that are not constants, no framework here reassociates floating additions.
+    Compilers preserve it: none of the frameworks reassociates floating-point additions of variables.
     """
     total = backend.add(a, b)
     b_part = backend.add(total, -a)

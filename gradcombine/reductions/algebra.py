@@ -1,4 +1,4 @@
-"""The algebra: a reduction is four pure functions, and everything that runs it is built from them."""
+"""The base classes of reductions: four pure functions, and the defaults that are built from them."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from gradcombine.wires.wire import Wire
 class Reduction(ABC):
     """A commutative monoid over gradient trees, as four pure functions.
 
-    Whoever writes them has a reduction that runs over a list, time, replicas and any mixture, in every mode. What is
-    passed to ``Reduction`` may be written for one framework, or with operators for all. The methods of the same names
-    also check their arguments; their states record the reduction and the leaves that they were made for. The library's
-    own reductions are subclasses: they override the four, and where they know a faster way to the same bits the others.
+    A reduction of your own is made from four functions, and runs over a list, time, replicas and any mixture of them,
+    in every mode. They may be written for one framework, or for all with operators only. The methods of the same names
+    also check their arguments, and their states record the reduction and the leaves that they were made for. The
+    reductions of the library are subclasses: they override the four methods, and others for speed, with the same bits.
 
     Args:
-      init: ``init(like) -> state``, the empty state for trees shaped like ``like`` (arrays or shape/dtype specs): an
-        array or a tree of arrays. The function is given NumPy arrays of zeros, which take no memory.
-      update: ``update(state, value, weight) -> state``, one more contribution. Called by the library, the weight is a
-        scalar array: float64 where a leaf has that precision, else float32. A contribution of weight 0 is discarded
-        afterwards, whatever the function returns for it. The method has the default ``weight=1``.
-      merge: ``merge(a, b) -> state``, two partial states become one; ``a`` holds the earlier contributions.
+      init: ``init(like) -> state``, the empty state for trees shaped like ``like``: an array or a tree of arrays. The
+        library passes NumPy arrays of zeros that take no memory.
+      update: ``update(state, value, weight) -> state``, adds a contribution. The library passes the weight as a scalar
+        array: float64 if a leaf is float64 or complex128, else float32. The result for a contribution of weight 0 is
+        discarded. The method has the default ``weight=1``.
+      merge: ``merge(a, b) -> state``, merges two partial states; ``a`` has the earlier contributions.
       finalize: ``finalize(state) -> value``, the combined tree.
-      name: what error messages call it.
-      scales_by_weight: whether the result is per unit of weight, as a mean is. `per_leaf` hands its weight to such
-        reductions; the others learn from it only whether the contribution is present.
+      name: the name in error messages.
+      scales_by_weight: whether the result is per unit of weight, as a mean is. `per_leaf` passes its weight to such
+        reductions, and 0 or 1 to others.
 
     Raises:
       GradCombineError: in ``update`` for a tree that does not match, for a weight that is negative or not finite, and
-        where the functions return a state of other shapes or dtypes than they were given.
+        if the functions return a state whose shapes or dtypes differ from those of their input.
 
-    Bits: whatever the functions' are. Over replicas states are gathered, and merged in the canonical tree over ranks.
+    Bits: those of the functions. Over replicas, states are gathered and merged in the canonical tree over the ranks.
 
-    Each state carries an empty one along, to begin the next window with, and so takes twice the memory of your own;
-    `elementwise` avoids that.
+    Each state also carries an empty one, from which the next window starts, so it takes twice the memory of the state
+    of your functions; `elementwise` avoids that.
 
     >>> import numpy as np, gradcombine as gc
     >>> sum_of_squares = gc.Reduction(
@@ -63,10 +63,10 @@ class Reduction(ABC):
     name: str
     scales_by_weight: bool = False
     wire: Wire | None = None
-    """How replicas send partial sums; None: as they are."""
+    """The compression of partial sums between replicas; None: none."""
 
     written: type[Reduction]
-    """The class of reductions that are made of four functions."""
+    """The class of reductions made from four functions, which ``Reduction(...)`` returns."""
     __signature__: inspect.Signature
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Reduction:
@@ -81,11 +81,11 @@ class Reduction(ABC):
 
     @abstractmethod
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
-        """The state with one more contribution."""
+        """Adds a contribution."""
 
     @abstractmethod
     def merge(self, a: State, b: State) -> State:
-        """Two partial states become one; ``a`` holds the earlier contributions."""
+        """Merges two partial states; ``a`` has the earlier contributions."""
 
     @abstractmethod
     def finalize(self, state: State) -> Tree:
@@ -93,48 +93,48 @@ class Reduction(ABC):
 
     @abstractmethod
     def clear(self, state: State) -> State:
-        """The empty state of the same shapes, with the dtypes that `init` would give it."""
+        """The empty state of the same shapes, with the dtypes that `init` gives."""
 
     @property
     def description(self) -> str:
         """The reduction with all of its settings, for instance ``"clipped(mean('fast'), 1.0)"``.
 
-        State files hold it: a state goes on under the settings that it was begun under.
+        State files record it: a state can only be used with the settings that it was made with.
         """
         return self.name
 
     @property
     def derivative(self) -> Reduction | None:
-        """The reduction whose derivative this one has in a list and over replicas.
+        """The reduction whose derivative replaces that of this one, in a list and over replicas.
 
-        None: derivatives flow through the functions.
+        None: differentiates the functions themselves.
         """
         return None
 
     @property
     def microbatches(self) -> int | None:
-        """The length of the ledger, of a reduction whose contributions are numbered; None for any other one."""
+        """The number of microbatches of a `numbered` reduction's ledger; None for other reductions."""
         return None
 
     @property
     def summed_over(self) -> Collective | None:
-        """The replicas whose contributions each update sums, so that a state is a part of theirs; None: no others'."""
+        """The replicas over which each update sums, so that states are shards of the sum; None: none."""
         return None
 
     @property
     def adds(self) -> bool:
-        """Whether `contribution` gives states whose accumulators only need adding to those of another one."""
+        """Whether states from `contribution` merge by adding their accumulators."""
         return False
 
     @property
     def divides(self) -> bool:
-        """Whether the result is a sum of ``w * g`` over that of ``w``, so that `add_weighted` has a meaning."""
+        """Whether the result is ``sum(w * g) / sum(w)``, so that `add_weighted` is defined."""
         return False
 
     def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
-        """The value of one contribution or more, added to an empty state in this order.
+        """The result of one or more contributions, in this order.
 
-        Subclasses override it where they know a faster way to the same bits.
+        Subclasses override it with faster code of the same bits.
         """
         empty = self.init(_common(values))
         pairs = zip(values, weights, strict=True)
@@ -144,7 +144,7 @@ class Reduction(ABC):
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
-        """Merges the states of all replicas. By default they are gathered, and merged in the tree over ranks."""
+        """Merges the states of all replicas; by default gathers them and merges them in the canonical tree."""
         leaves, structure = tree.flatten(state)
         backend = resolve([*leaves, collective.rank()])
         ranks = collective.of_each_rank([backend.asarray(x) for x in leaves])
@@ -152,30 +152,30 @@ class Reduction(ABC):
 
     @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
-        """``finalize`` of ``all_merge``, of states that have each had one contribution, of this weight."""
+        """``finalize`` of ``all_merge``, for states of one contribution each, which has this weight."""
         return self.finalize(self.all_merge(state, collective, order))
 
     def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
-        """One contribution by itself, for the leaves of the given state. See `adds`.
+        """The state of one contribution alone, for the leaves of ``state``. See `adds`.
 
-        Accumulators are constants where there is nothing to add.
+        The accumulators of leaves without a gradient, or of known weight 0, are constants.
         """
         raise NotImplementedError
 
     def add_weighted(self, state: State, value: Tree, weight: Scalar) -> State:
-        """``update`` with a value that has been multiplied by its weight already. See `divides`."""
+        """`update` with a value that is already multiplied by its weight. See `divides`."""
         raise NotImplementedError
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """The gradients in a contribution, and a function that puts others in their place."""
+        """The gradients of a contribution, and a function from new gradients to the new contribution."""
         return value, lambda gradients: gradients
 
 
 class Wrapper(Reduction):
-    """A reduction made of another one, whose states it has. Subclasses override what they change.
+    """A reduction that wraps another one and has its states; by default it only forwards.
 
     Attributes:
-      of: the other reduction.
+      of: the wrapped reduction.
     """
 
     def __init__(self, of: Reduction) -> None:
@@ -186,7 +186,7 @@ class Wrapper(Reduction):
         self.wire = of.wire
 
     def around(self, of: Reduction) -> Reduction:
-        """A wrapper with these settings around another reduction."""
+        """A wrapper with the same settings around another reduction."""
         return type(self)(of)
 
     @no_autograph
@@ -234,10 +234,10 @@ class Wrapper(Reduction):
 
 
 class OnContributions(Wrapper):
-    """A wrapper that changes contributions or their weights, and nothing else."""
+    """A wrapper that transforms contributions or their weights only."""
 
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
-        """The contribution and its weight as the other reduction gets them."""
+        """The transformed contribution and weight."""
         return value, weight
 
     @property
@@ -254,8 +254,8 @@ class OnContributions(Wrapper):
 
     @operation()
     def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
-        changed, weighing = zip(*map(self.changed, values, weights), strict=True)
-        return self.of.combine(changed, weighing, order)
+        changed_values, changed_weights = zip(*map(self.changed, values, weights), strict=True)
+        return self.of.combine(changed_values, changed_weights, order)
 
     @operation()
     def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
@@ -267,7 +267,7 @@ class OnContributions(Wrapper):
 
 
 class Weighed(OnContributions):
-    """A reduction that `per_leaf` hands its weight to, as it does to averages."""
+    """Makes `per_leaf` pass its weight to a reduction, as it does to averages."""
 
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
@@ -275,7 +275,7 @@ class Weighed(OnContributions):
 
 
 def described(*parts: Any, **settings: Any) -> str:
-    """A call in words: a name, arguments, and those settings that are not None.
+    """The text of a call with a name, arguments, and keyword arguments except those that are None.
 
     >>> described("clipped", "mean()", max_norm=1.0, dtype=None)
     'clipped(mean(), max_norm=1.0)'
@@ -286,8 +286,8 @@ def described(*parts: Any, **settings: Any) -> str:
 
 
 def _common(trees: Sequence[Tree]) -> Tree:
-    """The first tree, with each of its None leaves taken from the first tree that has a gradient there."""
-    # What a row-sparse leaf stands for is the reduction's to say: it may take dense ones beside it.
+    """The first tree, with its None leaves replaced by those of the first tree that has a gradient there."""
+    # Row-sparse leaves are not flattened: some reductions accept dense and row-sparse contributions to a leaf.
     leaves, structure = tree.flatten(trees[0], is_row_sparse)
     for value in trees[1:]:
         others = tree.flatten_as(structure, value, is_row_sparse)
@@ -299,8 +299,8 @@ def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) ->
     """``run(reduction, *arguments)``, with the derivative of ``run(reduction.derivative, *arguments)``.
 
     Args:
-      reduction: any.
-      run: what is done with a reduction; arrays that matter for the derivative are all in ``arguments``.
+      reduction: a reduction.
+      run: a function of a reduction and trees. It must not close over arrays to differentiate with respect to.
       arguments: trees of arrays and None.
     """
     derivative = reduction.derivative
@@ -309,23 +309,24 @@ def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) ->
     try:
         leaves, structure = tree.flatten(arguments)
     except GradCombineError:
-        return run(reduction, *arguments)  # which says better what is wrong
+        return run(reduction, *arguments)  # raises a more specific error
     backend = resolve(leaves)
     if not backend.differentiates:
         return run(reduction, *arguments)
     form: list[Any] = []
 
-    def arrays_of(one: Reduction) -> Callable[..., Sequence[Array]]:
+    # custom_derivative takes and returns arrays only: absent leaves of the result are removed, and put back after it.
+    def on_arrays(chosen: Reduction) -> Callable[..., Sequence[Array]]:
         def call(*leaves: Leaf) -> list[Array]:
-            result, outer = tree.flatten(run(one, *tree.unflatten(structure, leaves)))
-            missing = [(i, x) for i, x in enumerate(result) if is_absent(x)]
-            form[:] = [outer, missing]
+            result, outer = tree.flatten(run(chosen, *tree.unflatten(structure, leaves)))
+            absent = [(i, x) for i, x in enumerate(result) if is_absent(x)]
+            form[:] = [outer, absent]
             return [x for x in result if not is_absent(x)]
 
         return call
 
-    result = backend.custom_derivative(arrays_of(reduction), arrays_of(derivative), leaves)
-    outer, missing = form
-    for i, x in missing:
+    result = backend.custom_derivative(on_arrays(reduction), on_arrays(derivative), leaves)
+    outer, absent = form
+    for i, x in absent:
         result.insert(i, x)
     return tree.unflatten(outer, result)

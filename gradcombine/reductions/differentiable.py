@@ -1,4 +1,4 @@
-"""A reduction whose states have a derivative, beside the integers that have none."""
+"""A wrapper that makes the states of exact reductions differentiable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradcombine.types import Order, Scalar, State, Tree
 
 
 class DifferentiableState(NamedTuple):
-    """A partial result, and that of the reduction whose derivative it has."""
+    """The state of a reduction, and the state of the reduction for its derivative."""
 
     value: State
     derivative: State
@@ -20,17 +20,17 @@ class DifferentiableState(NamedTuple):
 
 @operation("differentiable")
 def differentiable(reduction: Reduction) -> Reduction:
-    """Gives a reduction a derivative over time as well.
+    """Makes a reduction differentiable over time, too.
 
-    A list and an all-reduce of precision ``"exact"`` have the derivative of the sum and the mean. A state of integers
-    has none: a derivative through `accumulate`, `update` or `merge` is refused. The states of this reduction hold
-    beside the integers a running value of precision ``"fast"``, which the derivative flows through.
+    In a list and over replicas, precision ``"exact"`` has the derivatives of the sum and the mean. But its states are
+    integers: differentiating through `accumulate`, `update` or `merge` raises. The states of this wrapper also have a
+    running value of precision ``"fast"``, which is differentiated instead.
 
     Args:
-      reduction: any reduction. One whose states have a derivative is returned as it is.
+      reduction: any reduction. Returned unchanged if its states are differentiable.
 
     Returns:
-      A reduction of the same values, to the bit. Its states take 4 more bytes per float32 element.
+      A reduction with the same bits. Its states take 4 more bytes per float32 element.
 
     >>> import jax, jax.numpy as jnp, gradcombine as gc
     >>> acc = gc.accumulate(gc.reductions.differentiable(gc.reductions.mean("exact")), every=2)
@@ -62,30 +62,30 @@ class Differentiable(Wrapper):
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> DifferentiableState:
-        a, b = self._open(state)
+        a, b = self._require(state)
         return DifferentiableState(self.of.update(a, value, weight), self._other.update(b, value, weight))
 
     @operation()
     def merge(self, a: State, b: State) -> DifferentiableState:
-        pairs = zip((self.of, self._other), self._open(a), self._open(b), strict=True)
-        return DifferentiableState(*(one.merge(x, y) for one, x, y in pairs))
+        pairs = zip((self.of, self._other), self._require(a), self._require(b), strict=True)
+        return DifferentiableState(*(reduction.merge(x, y) for reduction, x, y in pairs))
 
     @operation()
     def finalize(self, state: State) -> Tree:
-        def run(one: Reduction, state: DifferentiableState) -> Tree:
-            return one.finalize(state.value if one is self.of else state.derivative)
+        def run(reduction: Reduction, state: DifferentiableState) -> Tree:
+            return reduction.finalize(state.value if reduction is self.of else state.derivative)
 
-        return derived(self.of, run, self._open(state))
+        return derived(self.of, run, self._require(state))
 
     @operation()
     def clear(self, state: State) -> DifferentiableState:
-        a, b = self._open(state)
+        a, b = self._require(state)
         return DifferentiableState(self.of.clear(a), self._other.clear(b))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> DifferentiableState:
-        a, b = self._open(state)
+        a, b = self._require(state)
         return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))
 
-    def _open(self, state: State) -> DifferentiableState:
+    def _require(self, state: State) -> DifferentiableState:
         return require_type("a DifferentiableState", state, DifferentiableState)

@@ -1,6 +1,6 @@
-"""The one place that decides dtypes.
+"""The rules for dtypes.
 
-Three settings are independent: the *accumulator* dtype of the running value, the *wire* dtype in which replicas
+There are three independent settings: the *accumulator* dtype of the running value, the *wire* dtype in which replicas
 exchange it, and the *output* dtype of the result.
 """
 
@@ -19,21 +19,20 @@ from gradcombine.types import DType
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
 NUMERIC = ("float", "complex", "integer")
-"""The kinds of numbers."""
 
 
 @cache
 def kind(dtype: np.dtype) -> str:
-    """``"float"``, ``"complex"``, ``"integer"`` or the dtype's own name; those of ml_dtypes too."""
+    """``"float"``, ``"complex"`` or ``"integer"``, also for ml_dtypes; the name of any other dtype."""
     for name, numpy_kinds, info in (("float", "f", ml_dtypes.finfo), ("integer", "iu", ml_dtypes.iinfo)):
         if dtype.kind in numpy_kinds:
             return name
-        if dtype.kind == "V" and dtype.names is None and _knows(info, dtype):
+        if dtype.kind == "V" and dtype.names is None and _accepts(info, dtype):
             return name
     return "complex" if dtype.kind == "c" else str(dtype)
 
 
-def _knows(info: Any, dtype: np.dtype) -> bool:
+def _accepts(info: Any, dtype: np.dtype) -> bool:
     try:
         info(dtype)
     except ValueError:
@@ -42,21 +41,21 @@ def _knows(info: Any, dtype: np.dtype) -> bool:
 
 
 class Settings:
-    """The dtypes asked for: of accumulators and of results.
+    """The requested dtypes of accumulators and results.
 
     Attributes:
-      accumulator: the running value's dtype. None: at least 32 bits wide, else the contributions' own.
-      result: its dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
+      accumulator: the dtype of accumulators. None: that of the contributions, but at least 32 bits wide.
+      result: the dtype of results. None: that of the contributions; for integers, that of the accumulator.
     """
 
     def __init__(self, accumulator: DType = None, output: DType = None) -> None:
         self.accumulator, self.result = parse(accumulator), parse(output)
 
     def running(self, dtype: np.dtype) -> np.dtype:
-        """The accumulator's dtype for contributions of ``dtype``, which is of their kind."""
+        """The accumulator dtype for contributions of ``dtype``; always of the same kind."""
         family, wanted = kind(dtype), self.accumulator
         if family == "complex":
-            # A requested real dtype states the width of the parts.
+            # A real dtype requests the width of the real and imaginary parts.
             return dtype if wanted is None else np.dtype(np.result_type(wanted, np.complex64))
         if family == "integer":
             if wanted is not None and kind(wanted) == "integer":
@@ -68,7 +67,7 @@ class Settings:
         return dtype if dtype.itemsize >= 4 else FLOAT32
 
     def output(self, dtype: np.dtype) -> np.dtype:
-        """The result's dtype for contributions of ``dtype``, which is of their kind."""
+        """The result dtype for contributions of ``dtype``; always of the same kind."""
         family, wanted = kind(dtype), self.result
         if wanted is not None and kind(wanted) == family:
             return wanted
@@ -76,7 +75,7 @@ class Settings:
 
 
 def of_weights(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Of the sum of the weights of contributions of these dtypes: the widest float among them, at least float32."""
+    """The dtype of the sum of weights of contributions of these dtypes: their widest float, at least float32."""
     widest = FLOAT32
     for dtype in dtypes:
         if dtype.itemsize > 4 and kind(dtype) != "integer" and part(dtype).itemsize > widest.itemsize:
@@ -85,32 +84,28 @@ def of_weights(dtypes: Iterable[np.dtype]) -> np.dtype:
 
 
 def working(running: np.dtype) -> np.dtype:
-    """Where products with a weight and quotients are formed before they are rounded to the accumulator's dtype."""
+    """The dtype of products with weights and of quotients, before they are rounded to the accumulator dtype."""
     return FLOAT32 if kind(running) == "float" and running.itemsize < 4 else running
 
 
 def part(dtype: np.dtype) -> np.dtype:
-    """The real dtype of a complex one's parts; any other dtype itself."""
+    """The dtype of the real part of a complex dtype; other dtypes unchanged."""
     return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
 
 def is_wide(dtype: np.dtype) -> bool:
-    """Whether numbers, or the parts of complex ones, have more than 32 bits."""
+    """Whether numbers, or the real parts of complex ones, have more than 32 bits."""
     return part(dtype).itemsize > 4
 
 
 def parse(dtype: DType) -> np.dtype | None:
-    """A dtype given as NumPy, ml_dtypes, JAX or TensorFlow spell it, or None.
-
-    Raises:
-      GradCombineError: for what is no dtype of numbers.
-    """
+    """Converts a dtype of NumPy, ml_dtypes, JAX or TensorFlow, or None; raises unless it is numeric."""
     if dtype is None:
         return None
     try:
         extended = getattr(ml_dtypes, dtype, None) if isinstance(dtype, str) else None
         parsed = np.dtype(extended or getattr(dtype, "as_numpy_dtype", dtype))
-    except Exception:  # NumPy has several for what it cannot read
+    except Exception:  # NumPy raises several types for invalid dtypes
         parsed = None
     if parsed is None or kind(parsed) not in NUMERIC:
         raise invalid("a dtype of floats, complex numbers or integers", shown(dtype))
@@ -118,10 +113,10 @@ def parse(dtype: DType) -> np.dtype | None:
 
 
 def holds(dtype: np.dtype, number: object) -> bool:
-    """Whether an array of a dtype takes a number: rounded, where it is not of integers."""
+    """Whether a number converts to a dtype: exactly for integers, by rounding for others."""
     try:
         with np.errstate(all="ignore"):
-            held = np.array(number, dtype)
-    except Exception:  # NumPy has several, and a number's own class may have others
+            converted = np.array(number, dtype)
+    except Exception:  # NumPy raises several types, and a user's class of numbers may raise anything
         return False
-    return kind(dtype) != "integer" or bool(held == number)
+    return kind(dtype) != "integer" or bool(converted == number)

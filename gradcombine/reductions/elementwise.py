@@ -1,4 +1,4 @@
-"""Reductions that a user defines by what happens to one array."""
+"""Reductions that a user defines by elementwise functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS = (*dtypes.NUMERIC, "bool")
 
 
 class ElementwiseState(TreewiseState):
-    """A partial result of `elementwise`. Each name has a subclass of its own."""
+    """A partial result of `elementwise`; each reduction has its own subclass."""
 
 
 @operation("elementwise")
@@ -41,41 +41,41 @@ def elementwise(
     output_dtype: DType = None,
     scales_by_weight: bool = False,
 ) -> Reduction:
-    """A reduction that does the same to every leaf, element by element.
+    """A reduction from functions that apply to each leaf, element by element.
 
-    The functions get ``xp`` first: the operations of the framework whose arrays they are given, so that one definition
-    runs in all of them. They may use ``add``, ``product``, ``scale`` and ``divide`` (by a scalar), ``maximum``,
-    ``sqrt``, ``where``, ``cast``, ``full``, ``dtype`` and ``shape`` of `gradcombine.backends.protocol.Backend`, beside
-    the operators ``+ - * / abs`` and comparisons, which mean the same everywhere. They must be pure.
+    The first argument ``xp`` of the functions has the operations of the arrays' framework, so that one definition runs
+    in all frameworks. They may use ``add``, ``product``, ``scale`` and ``divide`` (by a scalar), ``maximum``, ``sqrt``,
+    ``where``, ``cast``, ``full``, ``dtype`` and ``shape`` of `gradcombine.backends.protocol.Backend`, and the operators
+    ``+ - * / abs`` and comparisons. They must be pure.
 
     An *accumulator* is an array of the leaf's shape, or a tuple or NamedTuple of such arrays, all of one dtype.
 
     Args:
-      name: what error messages and state files call it.
-      empty: what fills an accumulator that has had no contribution: a number, or a tuple or NamedTuple of numbers; or a
-        function of the accumulator's dtype that returns this.
-      update: ``update(xp, a, x, weight) -> a``: one more contribution ``x``, in the accumulator's dtype. The weight is
-        a scalar of its real dtype; where that is an integer one and the weight not known to be whole, float32. What the
-        function makes of a weight of 0 is discarded.
-      merge: ``merge(xp, a, b) -> a``: two accumulators become one; ``a`` holds the earlier contributions.
-      finalize: ``finalize(xp, a, totals) -> result``: an array, or a tuple or NamedTuple of arrays, which stands in the
-        leaf's place. ``totals.weight`` is the sum of weights, a scalar of the accumulator's real dtype (of an integer
-        one: of a float's), and ``totals.count`` the int32 number of contributions of nonzero weight, which may be 0.
-        None: the accumulator as it is.
-      kinds: which leaves it takes: any of "float", "complex", "integer" and "bool".
-      dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
-        integers.
-      output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
+      name: the name in error messages and state files.
+      empty: the elements of an empty accumulator: a number, or a tuple or NamedTuple of numbers; or a function from the
+        accumulator dtype to them.
+      update: ``update(xp, a, x, weight) -> a``: adds the contribution ``x``, in the accumulator dtype. The weight is a
+        scalar of the real accumulator dtype; float32 if that is an integer dtype and the weight is not known to be
+        integral. The result for weight 0 is discarded.
+      merge: ``merge(xp, a, b) -> a``: merges two accumulators; ``a`` has the earlier contributions.
+      finalize: ``finalize(xp, a, totals) -> result``: an array, or a tuple or NamedTuple of arrays, in place of the
+        leaf. ``totals.weight`` is the sum of weights, a scalar of the real accumulator dtype (a float for integer
+        dtypes), and ``totals.count`` the int32 number of contributions of nonzero weight, which may be 0. None: returns
+        the accumulator.
+      kinds: the kinds of dtypes that it accepts: any of "float", "complex", "integer" and "bool".
+      dtype: the accumulator dtype. None: that of the contributions, but float32 for narrower floats and 32 bits for
+        narrower integers.
+      output_dtype: the dtype of the result. None: that of the contributions; for integers, that of the accumulator.
       scales_by_weight: see `gradcombine.Reduction`.
 
     Returns:
-      A reduction over list, time and replicas. A contribution that is None leaves its accumulator as it is.
+      A reduction over list, time and replicas. A leaf that is None does not change its accumulator.
 
     Raises:
-      GradCombineError: for settings that mean nothing; by the reduction, as any other, and where a function returns an
-        accumulator of another shape, dtype or kind than it was given.
+      GradCombineError: for invalid settings; in the methods of the reduction as for other ones, and for a function that
+        returns an accumulator of another shape, dtype or structure than its argument.
 
-    Bits: whatever the functions' are. Over replicas states are gathered, and merged in the canonical tree over ranks.
+    Bits: those of the functions. Over replicas, states are gathered and merged in the canonical tree over the ranks.
 
     >>> import numpy as np, gradcombine as gc
     >>> amax = gc.reductions.elementwise(
@@ -89,57 +89,57 @@ def elementwise(
     """
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid("a name", shown(name))
-    finalize = _as_it_is if finalize is None else finalize
+    finalize = _identity if finalize is None else finalize
     check(update=update, merge=merge, finalize=finalize)
     if not callable(empty) and not _are_numbers(empty):
         raise invalid("a number, a tuple of numbers or a function as empty", shown(empty))
     expected = f"kinds among {list(_KINDS)}"
-    taken = [] if isinstance(kinds, str) else require_items(expected, kinds)
-    if not taken:
+    accepted = [] if isinstance(kinds, str) else require_items(expected, kinds)
+    if not accepted:
         raise invalid(expected, shown(kinds))
-    for kind in taken:
+    for kind in accepted:
         require_one_of(expected, kind, _KINDS)
     settings = dtypes.Settings(dtype, output_dtype)
-    cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
-    return Treewise(cell, _state_of(name), scales_by_weight=valid("scales_by_weight", scales_by_weight))
+    cell = _UserCell(name, tuple(accepted), settings, empty, update, merge, finalize)
+    return Treewise(cell, _state_class(name), scales_by_weight=valid("scales_by_weight", scales_by_weight))
 
 
 def _are_numbers(empty: Any) -> bool:
     try:
         return all(isinstance(x, Number) for x in parts(empty))
-    except RecursionError:  # tuples in tuples without an end
+    except RecursionError:  # a tuple nested too deeply
         return False
 
 
 @cache
-def _state_of(name: str) -> type[ElementwiseState]:
-    """The class of the states of this name, which two definitions of one reduction share."""
+def _state_class(name: str) -> type[ElementwiseState]:
+    """The class of states of reductions of this name; cached, so that a reduction may be defined twice."""
     words = "".join(character if character.isalnum() else " " for character in name).split()
-    kind = "".join(word[0].upper() + word[1:] for word in words)
+    prefix = "".join(word[0].upper() + word[1:] for word in words)
 
     def reduce(self: ElementwiseState) -> Any:
         return _rebuilt, (name, *self)
 
-    return type(f"{kind}State", (ElementwiseState,), {"__reduce__": reduce})
+    return type(f"{prefix}State", (ElementwiseState,), {"__reduce__": reduce})
 
 
 def _rebuilt(name: str, *fields: Any) -> ElementwiseState:
-    return _state_of(name)(*fields)
+    return _state_class(name)(*fields)
 
 
-def _as_it_is(xp: Backend, a: Accumulator, totals: Totals) -> Leaf:
+def _identity(xp: Backend, a: Accumulator, totals: Totals) -> Leaf:
     return a
 
 
 @dataclass(frozen=True)
-class _Defined(Cell):
+class _UserCell(Cell):
     name: str
     kinds: tuple[str, ...]
     settings: dtypes.Settings
     identity: Any
-    own_update: Callable[[Backend, Accumulator, Array, Array], Accumulator]
-    own_merge: Callable[[Backend, Accumulator, Accumulator], Accumulator]
-    own_finalize: Callable[[Backend, Accumulator, Totals], Leaf]
+    user_update: Callable[[Backend, Accumulator, Array, Array], Accumulator]
+    user_merge: Callable[[Backend, Accumulator, Accumulator], Accumulator]
+    user_finalize: Callable[[Backend, Accumulator, Totals], Leaf]
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Accumulator:
         identity = self.identity(running) if callable(self.identity) else self.identity
@@ -151,36 +151,36 @@ class _Defined(Cell):
 
     def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Accumulator:
         running = backend.dtype(parts(a)[0])
-        whole = dtypes.kind(running) == "integer" and not weight.is_integral
-        factor = weight.cast(backend, dtypes.FLOAT32 if whole else dtypes.part(running))
-        updated = self.own_update(backend, a, backend.cast(x, running), factor)
-        return self._alike("update", backend, a, updated)
+        is_fractional = dtypes.kind(running) == "integer" and not weight.is_integral
+        factor = weight.cast(backend, dtypes.FLOAT32 if is_fractional else dtypes.part(running))
+        updated = self.user_update(backend, a, backend.cast(x, running), factor)
+        return self._checked("update", backend, a, updated)
 
     def merge(
         self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals
     ) -> Accumulator:
-        return self._alike("merge", backend, a, self.own_merge(backend, a, b))
+        return self._checked("merge", backend, a, self.user_merge(backend, a, b))
 
     def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Leaf:
         running = dtypes.part(backend.dtype(parts(a)[0]))
         if dtypes.kind(running) != "integer":
             totals = Totals(backend.cast(totals.weight, running), totals.count)
-        result = self.own_finalize(backend, a, totals)
+        result = self.user_finalize(backend, a, totals)
         if any(owner(x) is None for x in parts(result)):
             raise invalid("an array, or a tuple of arrays, from finalize", shown(result))
         return refilled(result, [backend.cast(x, output) for x in parts(result)])
 
-    def _alike(self, function: str, backend: Backend, expected: Accumulator, received: Accumulator) -> Accumulator:
-        """Returns the accumulator that a function made; raises if its structure, shape or dtype has changed."""
-        wanted, got = _kind(backend, expected), _kind(backend, received)
+    def _checked(self, function: str, backend: Backend, expected: Accumulator, received: Accumulator) -> Accumulator:
+        """Returns the result of a user's function; raises if its structure, shape or dtype is not the expected one."""
+        wanted, got = _summary(backend, expected), _summary(backend, received)
         if wanted != got:
             raise invalid(f"{wanted} from {function}", got)
         return received
 
 
-def _kind(backend: Backend, a: Accumulator) -> str:
-    """The structure and dtypes of an accumulator, in words."""
+def _summary(backend: Backend, a: Accumulator) -> str:
+    """Describes the structure, dtypes and shapes of an accumulator for error messages."""
     if not isinstance(a, tuple):
         return f"{backend.dtype(a)} of shape {backend.shape(a)}" if backend.owns(a) else shown(a)
     fields = cast("tuple[Any, ...]", a)
-    return f"{type(fields).__name__} of {', '.join(_kind(backend, x) for x in fields)}"
+    return f"{type(fields).__name__} of {', '.join(_summary(backend, x) for x in fields)}"

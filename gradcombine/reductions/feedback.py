@@ -1,4 +1,4 @@
-"""Error feedback: what a wire rounds off is kept, and added to the next window."""
+"""Error feedback: adds the rounding errors of a wire to the next window."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradcombine.types import Array, Order, Scalar, State, Tree
 
 
 class FedBackState(NamedTuple):
-    """A state of the other reduction, and what its last exchange rounded off.
+    """The state of the wrapped reduction, and the rounding errors of the last exchange.
 
     Attributes:
-      state: of the other reduction; its accumulators begin with the residual of the window before.
-      residual: float32 arrays of the leaves that are sent through the wire, None for others; each replica's own.
+      state: the state of the wrapped reduction; its accumulators start from the residual of the previous window.
+      residual: float32 arrays for the leaves that the wire compresses, None for others; they differ by replica.
     """
 
     state: TreewiseState
@@ -29,28 +29,29 @@ class FedBackState(NamedTuple):
 
 @operation("fed_back")
 def fed_back(reduction: Reduction) -> Reduction:
-    """Adds what the wire rounded off to the next window of the same replica, leaf by leaf.
+    """Adds the rounding errors of the wire to the next window of the same replica, for each leaf.
 
-    A window begins with the residual r of the last one in place of 0. At its end the accumulators are
-    ``v = r + w_1 g_1 + ...``, the wire sends a rounding q(v), and the new residual is ``v - q(v)``. What is rounded off
-    the sum of a part is kept by the replica that made the sum.
+    A window starts from the residual r of the previous one instead of 0. At its end the accumulators are
+    ``v = r + w_1 g_1 + ...``, the wire sends the rounded q(v), and the new residual is ``v - q(v)``. If the wire also
+    rounds the sum of a part, the replica that computes the sum keeps its rounding error.
 
     Args:
       reduction: `sum` or `mean` in precision ``"fast"``, with a ``wire`` that rounds to nearest.
 
     Returns:
       A reduction for windows in order ``"sequential"``: `gradcombine.accumulate` with `gradcombine.merge_replicas`, and
-      `optax.accumulate` and `train_step` of the integrations with ``every``. It costs 4 bytes an element more.
-      Residuals are saved with the window; `gradcombine.statefile.resize` adds up those of replicas that become one, and
-      a new replica begins with 0, so that none is lost.
+      `optax.accumulate` and `train_step` of the integrations with ``every``. It takes 4 more bytes per element.
+      Residuals are saved with the window. `gradcombine.statefile.resize` adds up the residuals of merged replicas, and
+      new replicas start from 0, so that none is lost.
 
     Raises:
-      GradCombineError: for another reduction; in `gradcombine.all_reduce`, in whole windows of one call, and in hosts
-        whose windows are read only, all of which would lose the residual; and in order ``"tree"``.
+      GradCombineError: for another reduction; in `gradcombine.all_reduce`, in a step that takes an entire window, and
+        in integrations that read windows without updating them, as these would lose the residual; and in order
+        ``"tree"``.
 
-    Bits: ``q(v) + residual`` is v, without rounding, of float32 accumulators. Where a part's sum is rounded too, its
-    owner adds that error in one float32 addition. What is not finite is sent as it is, and leaves a residual of 0. A
-    window whose weights are all 0 loses what it sent of the residual.
+    Bits: ``q(v) + residual`` is exactly v for float32 accumulators. If the sum of a part is rounded as well, its error
+    is added in one float32 addition. Values that are not finite are sent unchanged, with a residual of 0. A window
+    whose weights are all 0 loses the part of the residual that it sent.
 
     References: Seide et al., `1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs <https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html>`_, 2014; Tang et
@@ -119,27 +120,27 @@ class FedBack(Wrapper):
 
     @operation()
     def clear(self, state: State) -> State:
-        """An empty window, which begins with the residual."""
+        """An empty window that starts from the residual."""
         empty = self.of.clear(state.state)
         residuals, structure = tree.flatten(state.residual)
         accumulators = tree.split_as(structure, empty.value)
-        begun = [
+        values = [
             a if x is None else resolve([x, a]).cast(x, dtype_of(a))
             for a, x in zip(accumulators, residuals, strict=True)
         ]
-        return FedBackState(empty._replace(value=tree.unflatten(structure, begun)), self._zeros(empty))
+        return FedBackState(empty._replace(value=tree.unflatten(structure, values)), self._zeros(empty))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         if order != "sequential":
             raise invalid("order 'sequential' for residuals", order)
-        left: list[Array] = []
-        merged = self.of.all_merge(state.state, collective, order, left)
+        errors: list[Array] = []
+        merged = self.of.all_merge(state.state, collective, order, errors)
         leaves, structure = tree.flatten(state.residual)
-        if not left:  # one replica, which sends nothing
+        if not errors:  # a single replica, which sends nothing
             return state._replace(state=merged)
-        back = iter(left)
-        return FedBackState(merged, tree.unflatten(structure, [None if x is None else next(back) for x in leaves]))
+        remaining = iter(errors)
+        return FedBackState(merged, tree.unflatten(structure, [None if x is None else next(remaining) for x in leaves]))
 
     @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
@@ -147,18 +148,18 @@ class FedBack(Wrapper):
 
 
 def residuals(state: State) -> list[int]:
-    """The numbers of the residuals' leaves among all leaves of a state."""
-    numbers, count = list[int](), 0
+    """The indices of the leaves of residuals among all leaves of a state."""
+    indices, count = list[int](), 0
     for part in tree.flatten(state, lambda x: isinstance(x, FedBackState))[0]:
-        is_one = isinstance(part, FedBackState)
-        size = len(tree.flatten(part)[0]) if is_one else 1
-        kept = len(tree.flatten(part.residual)[0]) if is_one else 0
-        numbers += range(count + size - kept, count + size)
+        is_fed_back = isinstance(part, FedBackState)
+        size = len(tree.flatten(part)[0]) if is_fed_back else 1
+        residual_size = len(tree.flatten(part.residual)[0]) if is_fed_back else 0
+        indices += range(count + size - residual_size, count + size)
         count += size
-    return numbers
+    return indices
 
 
 def require_none(state: State) -> None:
-    """Raises for a state with residuals, which would be lost."""
+    """Raises for a state with residuals, for callers that would lose them."""
     if residuals(state):
         raise invalid("a reduction without error feedback, whose residual would be lost here", "fed_back")

@@ -1,4 +1,4 @@
-"""Reductions of four functions that a user wrote, behind the checks that the library's own make."""
+"""Reductions made from four functions of a user, with checks of their arguments and results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
 
 
 class GuardedState(NamedTuple):
-    """A partial result of functions that a user wrote.
+    """The state of a user's reduction.
 
     Attributes:
-      value: the functions' own state.
-      empty: the same before any contribution.
-      count: int32 scalar, the number of contributions whose weight is not 0.
-      made_for: constants in the tree's structure: for each leaf its dtype and shape, or that there is no gradient.
+      value: the state that the user's functions made.
+      empty: the state that the user's ``init`` made.
+      count: int32 scalar, the number of contributions of nonzero weight.
+      made_for: constants in the structure: for each leaf, its dtype and shape or "no gradient".
     """
 
     value: State
@@ -36,7 +36,7 @@ class GuardedState(NamedTuple):
 
 
 class Nothing(NamedTuple):
-    """Stands in a state for a None that a user's function made."""
+    """Replaces a None in the state of a user's function."""
 
 
 class Written(Reduction):
@@ -56,26 +56,26 @@ class Written(Reduction):
             raise invalid("a name", shown(name))
         check(init=init, update=update, merge=merge, finalize=finalize)
         self.name, self.scales_by_weight = name, valid("scales_by_weight", scales_by_weight)
-        self.own_init, self.own_update, self.own_merge, self.own_finalize = init, update, merge, finalize
+        self._init, self._update, self._merge, self._finalize = init, update, merge, finalize
 
     @operation()
     def init(self, like: Tree) -> GuardedState:
         leaves, structure = tree.flatten(like)
-        kinds = [tree.static_of(leaf, with_shape=True) for leaf in leaves]
-        present = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind.dtype is not None]
+        specs = [tree.static_of(leaf, with_shape=True) for leaf in leaves]
+        present = [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec.dtype is not None]
         zeros = [None if is_absent(x) else placeholder(x) for x in leaves]
-        made, inner = tree.flatten(self.own_init(tree.unflatten(structure, zeros)))
+        made, inner = tree.flatten(self._init(tree.unflatten(structure, zeros)))
         backend = resolve([*leaves, *made])
-        # Placed as the leaves are: a state that begins the same on all replicas may still become each one's own.
+        # A where on a condition like the leaves gives the arrays their placement, and their varying axes in shard_map.
         placed = backend.full((), False, np.dtype(np.bool_), present)
         arrays = (None if x is None else backend.where(placed, backend.asarray(x), backend.asarray(x)) for x in made)
-        empty = _kept(inner, arrays)
-        return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, kinds))
+        empty = _without_none(inner, arrays)
+        return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, specs))
 
     @operation()
     def update(self, state: GuardedState, value: Tree, weight: Scalar = 1) -> GuardedState:
         self._require(state)
-        leaves = self._matching(state, value)
+        leaves = self._flatten(state, value)
         backend = resolve([state.count, *leaves, *tree.flatten(state.value)[0], weight])
         parsed = parse(backend, weight)
         zero = parsed.zero
@@ -83,10 +83,10 @@ class Written(Reduction):
             return state
         wide = any(dtypes.part(backend.dtype(x)) == np.float64 for x in leaves if not is_absent(x))
         scalar = parsed.cast(backend, np.dtype(np.float64) if wide else dtypes.FLOAT32)
-        updated = self._alike("update", backend, state.value, self.own_update(self._given(state.value), value, scalar))
+        updated = self._checked("update", backend, state.value, self._update(_with_none(state.value), value, scalar))
         count = state.count + 1
         if zero is not False:
-            # Masked by where: a contribution of weight 0 may hold NaN.
+            # A where, not a product: a contribution of weight 0 may be NaN.
             updated, count = tree.select(backend, zero, (state.value, state.count), (updated, count))
         return state._replace(value=updated, count=count)
 
@@ -98,14 +98,14 @@ class Written(Reduction):
         if expected != received:
             raise tree.difference(expected, received)
         backend = resolve([x for state in (a, b) for x in tree.flatten(state.value)[0]])
-        self._alike("merge", backend, a.value, self._given(b.value))
-        merged = self._alike("merge", backend, a.value, self.own_merge(self._given(a.value), self._given(b.value)))
+        self._checked("merge", backend, a.value, _with_none(b.value))
+        merged = self._checked("merge", backend, a.value, self._merge(_with_none(a.value), _with_none(b.value)))
         return a._replace(value=merged, count=a.count + b.count)
 
     @operation()
     def finalize(self, state: GuardedState) -> Tree:
         self._require(state)
-        return self.own_finalize(self._given(state.value))
+        return self._finalize(_with_none(state.value))
 
     @operation()
     def clear(self, state: GuardedState) -> GuardedState:
@@ -131,8 +131,8 @@ class Written(Reduction):
     def _require(self, state: State) -> None:
         require_type("a GuardedState", state, GuardedState)
 
-    def _matching(self, state: GuardedState, value: Tree) -> list[Leaf]:
-        """The leaves of a contribution, after a check that it is one for this state."""
+    def _flatten(self, state: GuardedState, value: Tree) -> list[Leaf]:
+        """Returns the leaves of a contribution; raises if it does not fit the state."""
         made_for, structure = tree.flatten(state.made_for, tree.is_static)
         leaves = tree.flatten_as(structure, value)
         for expected, leaf, path in zip(made_for, leaves, structure.paths(), strict=True):
@@ -140,14 +140,14 @@ class Written(Reduction):
             if received.dtype is None or (received.dtype, received.shape) == (expected.dtype, expected.shape):
                 continue
             if expected.dtype is None:
-                raise invalid("no gradient, as where the state was made", "an array", path)
-            wanted, got = (f"dtype {kind.dtype} and shape {kind.shape}" for kind in (expected, received))
+                raise invalid("no gradient, as in the tree that the state was made for", "an array", path)
+            wanted, got = (f"dtype {spec.dtype} and shape {spec.shape}" for spec in (expected, received))
             raise invalid(wanted, got, path)
         return leaves
 
-    def _alike(self, function: str, backend: Backend, expected: State, received: State) -> State:
-        """Returns the state that a function made; raises if its structure, shapes or dtypes have changed."""
-        olds, structure = tree.flatten(self._given(expected))
+    def _checked(self, function: str, backend: Backend, expected: State, received: State) -> State:
+        """Returns the result of a user's function; raises if its structure, shapes or dtypes differ from the state."""
+        olds, structure = tree.flatten(_with_none(expected))
         try:
             news = tree.flatten_as(structure, received)
         except GradCombineError as error:
@@ -158,21 +158,22 @@ class Written(Reduction):
             if old is None and new is None:
                 arrays.append(None)
                 continue
-            kinds = [None if x is None else (dtype_of(x), shape_of(x)) for x in (old, new)]
-            if kinds[0] != kinds[1]:
-                wanted, got = ("no array" if kind is None else f"{kind[0]} of shape {kind[1]}" for kind in kinds)
+            specs = [None if x is None else (dtype_of(x), shape_of(x)) for x in (old, new)]
+            if specs[0] != specs[1]:
+                wanted, got = ("no array" if spec is None else f"{spec[0]} of shape {spec[1]}" for spec in specs)
                 raise invalid(f"{wanted} from {function}", got, path)
             arrays.append(backend.asarray(new))
-        return _kept(structure, arrays)
-
-    def _given(self, state: State) -> State:
-        """A state as the functions made it, which may hold None."""
-        leaves, structure = tree.flatten(state, _is_nothing)
-        return tree.unflatten(structure, [None if _is_nothing(x) else x for x in leaves])
+        return _without_none(structure, arrays)
 
 
-def _kept(structure: tree.Structure, leaves: Iterable[Leaf]) -> State:
-    """A state of arrays alone: loops of TensorFlow and the counter of order "tree" know no None."""
+def _with_none(state: State) -> State:
+    """The state as the user's functions made it."""
+    leaves, structure = tree.flatten(state, _is_nothing)
+    return tree.unflatten(structure, [None if _is_nothing(x) else x for x in leaves])
+
+
+def _without_none(structure: tree.Structure, leaves: Iterable[Leaf]) -> State:
+    """The state without None, which TensorFlow's loops and the counter of order "tree" do not support."""
     return tree.unflatten(structure, [Nothing() if x is None else x for x in leaves])
 
 

@@ -1,4 +1,4 @@
-"""A wrapper that measures each leaf of the contributions beside their combination."""
+"""A wrapper that adds statistics of the contributions to the result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gradcombine.types import Array, Order, Scalar, State, Tree
 
 
 class Metrics(NamedTuple):
-    """Statistics of contributions; scalars, all zeros where there was none.
+    """Statistics of the contributions of nonzero weight; scalars, all 0 if there are none.
 
     Attributes:
-      norm_mean: the weighted mean of their norms, each over all leaves of a contribution.
-      norm_variance: the weighted variance around it.
+      norm_mean: the weighted mean of the global norms of the contributions.
+      norm_variance: the weighted variance of the norms.
       norm_max: the largest norm.
-      count: int32, their number.
-      weight: the sum of their weights.
+      count: int32, the number of contributions.
+      weight: the sum of the weights.
     """
 
     norm_mean: Array
@@ -38,21 +38,21 @@ class Metrics(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The value of a reduction, and metrics of what was combined."""
+    """The result of a reduction, and metrics of the contributions."""
 
     value: Tree
     metrics: Metrics
 
 
 class MeasuredState(NamedTuple):
-    """A partial result, and that of the metrics."""
+    """The state of the wrapped reduction, and the state of the metrics."""
 
     value: State
     metrics: State
 
 
 class _Entry(NamedTuple):
-    """A contribution to the metrics: its norm twice, and 1 twice."""
+    """A contribution to the metrics: the norm for its moments and its maximum, and 1 for the count and the weight."""
 
     norm: Array
     largest: Array
@@ -65,11 +65,11 @@ _METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), Weighed(sum_())))
 
 @operation("measured")
 def measured(reduction: Reduction) -> Reduction:
-    """Adds metrics of the contributions to the value of a reduction.
+    """Adds metrics of the contributions to the result of a reduction.
 
-    For a dashboard, for the noise scale, and to see what `clipped` and `zeroed` take away: ``measured(zeroed(r))``
-    measures everything, ``zeroed(measured(r))`` what is left. The norms are those over all leaves of one contribution:
-    in a list of one tree, over replicas of that of each replica. Contributions of weight 0 are not measured.
+    For dashboards, for the noise scale, and for the effect of `clipped` and `zeroed`: ``measured(zeroed(r))`` measures
+    all contributions, ``zeroed(measured(r))`` those that are not skipped. Norms are global norms of single
+    contributions: of a tree of a list, or the tree of a replica. Contributions of weight 0 are not measured.
 
     Args:
       reduction: any reduction of float leaves.
@@ -80,8 +80,7 @@ def measured(reduction: Reduction) -> Reduction:
     Raises:
       GradCombineError: in ``init`` and ``update`` for leaves that are not floats.
 
-    Bits: those of the reduction. Of the metrics the norms are rounded as in `clipped`, the rest as in `moments`, `max`
-    and `sum`.
+    Bits: those of the reduction. Norms are rounded as in `clipped`, the other metrics as in `moments`, `max` and `sum`.
 
     >>> import numpy as np, gradcombine as gc
     >>> grads = [np.float32([3, 4]), np.float32([0, 1])]
@@ -110,13 +109,12 @@ class MeasuredReduction(Wrapper):
         dtype = norm_dtype(leaves, structure)
         backend = resolve(leaves)
         present = [leaf for leaf in leaves if not is_absent(leaf)]
-        # The weight's width is that of the reductions' own sums of weights.
-        entry = (backend.full((), 0, kind, present) for kind in (dtype, dtype, dtypes.INT32, dtype))
+        entry = (backend.full((), 0, x, present) for x in (dtype, dtype, dtypes.INT32, dtype))
         return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> MeasuredState:
-        state = self._open(state)
+        state = self._require(state)
         updated = self.of.update(state.value, value, weight)
         leaves, structure = tree.flatten(self.of.gradients(value)[0])
         backend = resolve([*leaves, weight])
@@ -127,12 +125,12 @@ class MeasuredReduction(Wrapper):
 
     @operation()
     def merge(self, a: State, b: State) -> MeasuredState:
-        a, b = self._open(a), self._open(b)
+        a, b = self._require(a), self._require(b)
         return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
 
     @operation()
     def finalize(self, state: State) -> Measured:
-        state = self._open(state)
+        state = self._require(state)
         entry = _METRICS.finalize(state.metrics)
         backend = resolve([entry.count])
         largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
@@ -141,22 +139,22 @@ class MeasuredReduction(Wrapper):
 
     @operation()
     def clear(self, state: State) -> MeasuredState:
-        state = self._open(state)
+        state = self._require(state)
         return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
-        state = self._open(state)
+        state = self._require(state)
         value = self.of.all_merge(state.value, collective, order)
         return MeasuredState(value, _METRICS.all_merge(state.metrics, collective, order))
 
     def _like(self, like: Tree) -> Tree:
-        """The gradients among the shapes that a state is made for, which may come without a number."""
+        """The gradients of the argument of ``init``, which need not be `Numbered` for a numbered reduction."""
         if self.of.microbatches is not None and not isinstance(like, Numbered):
             return without_numbers(self.of).gradients(like)[0]
         return self.of.gradients(like)[0]
 
-    def _open(self, state: State) -> MeasuredState:
+    def _require(self, state: State) -> MeasuredState:
         if not isinstance(state, MeasuredState):
             raise invalid("a MeasuredState", type(state).__name__)
         return state

@@ -1,4 +1,4 @@
-"""Weighted mean and variance in one pass."""
+"""The weighted mean and variance in one pass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gradcombine.types import Array, DType, Leaf
 
 
 class MomentsState(TreewiseState):
-    """Sums of ``w * g``, and of their weighted squared deviations."""
+    """Sums of ``w * g``, and weighted sums of squared deviations."""
 
 
 class Moments(NamedTuple):
-    """The weighted mean of a leaf's contributions, and their weighted variance around it."""
+    """The weighted mean and variance of the contributions to a leaf."""
 
     mean: Array
     variance: Array
@@ -33,30 +33,30 @@ class Moments(NamedTuple):
 def moments(dtype: DType = None, *, output_dtype: DType = None) -> Reduction:
     """The weighted mean ``m = sum(w * g) / sum(w)`` and variance ``sum(w * (g - m)**2) / sum(w)``, elementwise.
 
-    The variance is that of the contributions at hand, each as frequent as its weight says: no degree of freedom is
-    taken off. Of n contributions of equal weight, ``n / (n - 1)`` times it estimates the variance of whatever they were
-    drawn from; `gradcombine.noise` says what to do where the weights are numbers of examples.
+    This is the population variance, with weights as frequencies (no Bessel correction). For n contributions of equal
+    weight, ``n / (n - 1)`` times it is the unbiased sample variance; for weights that are numbers of examples, see
+    `gradcombine.noise`.
 
-    Deviations are never formed as ``E[g**2] - E[g]**2``, which loses all digits where the mean is large. Two partial
-    results a, b with sums T, weights W and squared deviations M become ::
+    Does not compute ``E[g**2] - E[g]**2``, which loses all digits for large means. Two partial results a, b with sums
+    T, weights W and sums of squared deviations M merge to ::
 
         M = M_a + M_b + (T_a / W_a - T_b / W_b)**2 * (W_a * W_b / (W_a + W_b))
 
-    and a contribution enters as a partial result of its own.
+    and a contribution is merged as a partial result of one element.
 
     Args:
-      dtype: of the accumulators, two of the leaf's shape. None: the contributions' own, float32 for narrower floats.
-      output_dtype: of mean and variance. None: the contributions' own. The variance of small float16 gradients is
-        likely to underflow there.
+      dtype: the dtype of the accumulators, two per leaf. None: that of the contributions, but at least float32.
+      output_dtype: the dtype of mean and variance. None: that of the contributions. The variance of small float16
+        gradients may underflow.
 
     Returns:
-      A reduction of float leaves. The result has a ``Moments(mean, variance)`` in the place of each leaf. No
-      contribution: zeros. One contribution: variance 0. NaN in the variance where a contribution is not finite. A leaf
-      that is None in some contributions was 0 there, as in a mean.
+      A reduction of float leaves, whose result has a ``Moments(mean, variance)`` in place of each leaf. Without
+      contributions both are 0; the variance of one contribution is 0; it is NaN if a contribution is not finite. A leaf
+      that is None in a contribution counts as 0, as in a mean.
 
-    Bits: the mean has those of `gradcombine.reductions.mean`; the variance has the same ones for the same contributions
-    in the same order, in every mode in which division is correctly rounded. Replicas are always merged in the canonical
-    tree over their ranks. The variance of n contributions, in any order, is to first order off by at most a relative
+    Bits: the mean has the bits of `gradcombine.reductions.mean`. The variance is determined by the contributions and
+    their order, in every mode in which division is correctly rounded. Replicas are always merged in the canonical tree
+    over their ranks. To first order, the relative error of the variance of n contributions in any order is at most
     ``n u (8 + 2 sqrt(log2(n) * max(g**2) / variance))``, with u = 2**-24 in float32.
 
     References: D. H. D. West, `Updating mean and variance estimates: an improved method
@@ -68,18 +68,18 @@ def moments(dtype: DType = None, *, output_dtype: DType = None) -> Reduction:
     >>> gc.combine(gc.reductions.moments(), [np.float32([1, 2]), np.float32([5, 2])], weights=[3, 1])
     Moments(mean=array([2., 2.], dtype=float32), variance=array([3., 0.], dtype=float32))
     """
-    cell = _Spreading(dtypes.Settings(dtype, output_dtype))
+    cell = _MomentsCell(dtypes.Settings(dtype, output_dtype))
     return Treewise(cell, MomentsState, scales_by_weight=True)
 
 
 class Spread(NamedTuple):
-    """An accumulator: what a leaf has had.
+    """The accumulator of a leaf.
 
     Attributes:
       total: the sum of ``w * g``.
       squares: the sum of ``w * (g - mean)**2``.
-      weight: scalar, the sum of weights of the contributions that had a gradient for this leaf.
-      count: int32 scalar, their number.
+      weight: scalar, the sum of weights of the contributions with a gradient for this leaf.
+      count: int32 scalar, the number of these contributions.
     """
 
     total: Array
@@ -89,7 +89,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Spreading(Cell):
+class _MomentsCell(Cell):
     settings: dtypes.Settings
     name: str = "moments"
     kinds: tuple[str, ...] = ("float",)
@@ -105,42 +105,43 @@ class _Spreading(Cell):
     def update(self, backend: Backend, a: Spread, x: Array, weight: Weight, totals: Totals) -> Spread:
         running, working = backend.dtype(a.total), backend.dtype(a.weight)
         total = backend.cast(weighted(backend, x, weight, running), running)
-        # t - t is 0 for every finite t, and NaN for NaN and the infinities.
+        # t - t is 0 for finite t, and NaN for NaN and infinities.
         squares = backend.add(total, -total)
-        # Weight and count belong to the leaf: they vary over the replicas as it does.
-        none, count = backend.full((), 0, working, [x]), backend.full((), 1, dtypes.INT32, [x])
-        return _joined(backend, a, Spread(total, squares, backend.add(none, weight.cast(backend, working)), count))
+        # Added to a zero like x, so that shard_map types the weight as varying over the axes of the leaf.
+        zero, count = backend.full((), 0, working, [x]), backend.full((), 1, dtypes.INT32, [x])
+        return _merged(backend, a, Spread(total, squares, backend.add(zero, weight.cast(backend, working)), count))
 
     def merge(self, backend: Backend, a: Spread, b: Spread, a_totals: Totals, b_totals: Totals) -> Spread:
-        return _joined(backend, a, b)
+        return _merged(backend, a, b)
 
     def finish(self, backend: Backend, a: Spread, totals: Totals, output: np.dtype) -> Moments:
+        # Merges the contributions without a gradient for this leaf, as zeros.
         weight = backend.add(backend.cast(totals.weight, backend.dtype(a.weight)), -a.weight)
         zeros = backend.full(backend.shape(a.total), 0, backend.dtype(a.total))
-        without = Spread(zeros, zeros, weight, totals.count - a.count)
-        squares = _joined(backend, a, without).squares
+        absent = Spread(zeros, zeros, weight, totals.count - a.count)
+        squares = _merged(backend, a, absent).squares
         return Moments(*(backend.cast(finished(backend, x, totals, True), output) for x in (a.total, squares)))
 
 
-def _joined(backend: Backend, a: Spread, b: Spread) -> Spread:
-    """Two partial results become one, in the same bits for either order of the two."""
+def _merged(backend: Backend, a: Spread, b: Spread) -> Spread:
+    """Merges two partial results; the bits do not depend on their order."""
     running, working = backend.dtype(a.total), backend.dtype(a.weight)
     one = backend.full((), 1, working)
 
     def divisor(weight: Array, count: Array) -> Array:
-        # A weight that turns out to be 0 is masked later: until then nothing is divided by it.
+        # Avoids dividing by a traced weight of 0; the result is masked later.
         return backend.where((count == 0) | (weight == backend.full((), 0, working)), one, weight)
 
     def center(part: Spread) -> Array:
         return backend.divide(backend.cast(part.total, working), divisor(part.weight, part.count))
 
     weight, count = backend.add(a.weight, b.weight), a.count + b.count
-    apart = backend.add(center(a), -center(b))
+    difference = backend.add(center(a), -center(b))
     share = backend.divide(backend.product(a.weight, b.weight), divisor(weight, count))
-    # A product with nothing but another product after it has its own rounding; `scale` gives the last one its own.
-    between = backend.scale(backend.product(apart, apart), share)
+    # `product` is only fused with an addition, which does not follow here; `scale` is never fused.
+    between = backend.scale(backend.product(difference, difference), share)
     within = backend.add(backend.cast(a.squares, working), backend.cast(b.squares, working))
     squares = backend.cast(backend.add(within, between), running)
-    # An empty side is masked: its share is 0, but 0 times what has overflowed is NaN.
+    # The share of an empty side is 0, but 0 times an overflowed difference is NaN.
     squares = backend.where(a.count == 0, b.squares, backend.where(b.count == 0, a.squares, squares))
     return Spread(backend.add(a.total, b.total), squares, weight, count)

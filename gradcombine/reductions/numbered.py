@@ -1,4 +1,4 @@
-"""A reduction that keeps a ledger: how often each numbered microbatch of a window has been counted."""
+"""A wrapper that keeps a ledger of the numbered microbatches in a state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, Scalar, State, Tree
 
 PLACEHOLDER = -1
-"""The number of a contribution that stands in no ledger: one of weight 0 that fills a place."""
+"""The number of a contribution that is not recorded in the ledger, such as a padding microbatch of weight 0."""
 
 
 class Numbered(NamedTuple):
@@ -27,8 +27,7 @@ class Numbered(NamedTuple):
 
     Attributes:
       value: the contribution.
-      number: of the microbatch in its window, from 0: an integer scalar, known or traced. -1: a placeholder, which no
-        ledger names.
+      number: the index of the microbatch in its window, from 0; an integer scalar, traced or not. -1: not recorded.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine.reductions import Numbered
@@ -42,11 +41,11 @@ class Numbered(NamedTuple):
 
 
 class NumberedState(NamedTuple):
-    """A partial result, and how often it holds each microbatch.
+    """A partial result and its ledger.
 
     Attributes:
-      value: the state of the reduction.
-      counts: int32 of shape (microbatches,).
+      value: the state of the wrapped reduction.
+      counts: int32 of shape (microbatches,), how many times each microbatch was added.
     """
 
     value: State
@@ -55,30 +54,28 @@ class NumberedState(NamedTuple):
 
 @operation("numbered")
 def numbered(reduction: Reduction, microbatches: int) -> Reduction:
-    """Keeps a ledger in the states of a reduction, which tells the microbatches that they hold.
+    """Adds a ledger to the states of a reduction, which records the microbatches that they contain.
 
-    The microbatches of a window are numbered from 0, over time and replicas, whichever replica computes them: where
-    nothing happens, replica r has ``every`` of them from ``r * every`` on. The ledger is a sum like any other, of
-    vectors that hold a single 1. So it is merged, saved, loaded, resized and sent with the state that it belongs to,
-    and a state with a ledger of another length is refused. `gradcombine.resilience.ledger` reads it, and deals what is
-    missing.
+    The microbatches of a window are numbered from 0, over time and replicas, whichever replica computes them. By
+    default replica r has the ``every`` numbers from ``r * every``. The ledger is a sum of one-hot vectors, and is
+    merged, saved, loaded, resized and exchanged together with its state. States with ledgers of other lengths raise.
+    `gradcombine.resilience.ledger` reads the ledger, and reassigns missing microbatches.
 
     Args:
       reduction: any reduction.
-      microbatches: of a whole window, over all replicas; from 1 to 2**24, whose ledger takes 64 MiB.
+      microbatches: the number of microbatches of a window, over all replicas; from 1 to 2**24, which takes 64 MiB.
 
     Returns:
-      A reduction of the same values. Contributions are ``Numbered(value, number)``. One of weight 0 is in the ledger
-      as well, as it need not come again. In a `gradcombine.places.window.Window`, as the integrations have them, a
-      contribution without a number has that of its place.
+      A reduction of the same values, whose contributions are ``Numbered(value, number)``. The ledger records
+      contributions of weight 0, too, as they need not be computed again. A `gradcombine.places.window.Window`, as in
+      the integrations, numbers contributions that have no number.
 
     Raises:
-      GradCombineError: for a contribution without a number, or with one that is not below ``microbatches``; in
-        ``merge``, where both states hold a microbatch, which is named; these where values are known. In compiled code
-        such a number is in no ledger, and so found missing, and a doubled one is counted twice:
-        `gradcombine.resilience.ledger.require_once` names both afterwards.
+      GradCombineError: for a contribution without a number; for a number that is not below ``microbatches``; and for a
+        microbatch that is added twice, by ``update`` or ``merge``. If the latter two are traced, the number is not
+        recorded, or is counted twice: `gradcombine.resilience.ledger.require_once` reports both afterwards.
 
-    Bits: those of the reduction. A state is 4 bytes a microbatch larger, and so is what replicas exchange.
+    Bits: those of the reduction. The ledger takes 4 bytes per microbatch in states and in exchanges.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine.reductions import Numbered
@@ -125,32 +122,32 @@ class NumberedReduction(Wrapper):
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> NumberedState:
-        name, held = self.of.name, self._open(state)
+        state = self._require(state)
         if not isinstance(value, Numbered):
             raise invalid("Numbered(value, number)", type(value).__name__)
-        backend = resolve([held.counts, value.number])
+        backend = resolve([state.counts, value.number])
         one = one_at(backend, value.number, self._count)
-        _require_apart(name, held.counts, one)
-        return NumberedState(self.of.update(held.value, value.value, weight), backend.asarray(held.counts) + one)
+        _require_disjoint(state.counts, one)
+        return NumberedState(self.of.update(state.value, value.value, weight), backend.asarray(state.counts) + one)
 
     @operation()
     def merge(self, a: State, b: State) -> NumberedState:
-        a, b = self._open(a), self._open(b)
-        _require_apart(self.of.name, a.counts, b.counts)
+        a, b = self._require(a), self._require(b)
+        _require_disjoint(a.counts, b.counts)
         return NumberedState(self.of.merge(a.value, b.value), a.counts + b.counts)
 
     @operation()
     def finalize(self, state: State) -> Tree:
-        return self.of.finalize(self._open(state).value)
+        return self.of.finalize(self._require(state).value)
 
     @operation()
     def clear(self, state: State) -> NumberedState:
-        state = self._open(state)
+        state = self._require(state)
         return NumberedState(self.of.clear(state.value), state.counts * 0)
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> NumberedState:
-        state = self._open(state)
+        state = self._require(state)
         (counts,) = collective.all_sum([state.counts])
         return NumberedState(self.of.all_merge(state.value, collective, order), counts)
 
@@ -160,7 +157,7 @@ class NumberedReduction(Wrapper):
         gradients, inner = self.of.gradients(value.value)
         return gradients, lambda changed: Numbered(inner(changed), value.number)
 
-    def _open(self, state: State) -> NumberedState:
+    def _require(self, state: State) -> NumberedState:
         if not isinstance(state, NumberedState):
             raise invalid("a NumberedState", type(state).__name__)
         if not is_array_of(state.counts, INT32, (self._count,)):
@@ -170,7 +167,7 @@ class NumberedReduction(Wrapper):
 
 
 def without_numbers(reduction: Reduction) -> Reduction:
-    """The reduction of the same wrappers without a ledger, of contributions without numbers."""
+    """Removes `numbered` from a reduction, also inside of other wrappers."""
     if reduction.microbatches is None or not isinstance(reduction, Wrapper):
         return reduction
     if isinstance(reduction, NumberedReduction):
@@ -179,9 +176,9 @@ def without_numbers(reduction: Reduction) -> Reduction:
 
 
 def one_at(backend: Backend, number: Scalar, count: int) -> Array:
-    """int32 zeros with a 1 at the number of a microbatch; without it for a placeholder, or a traced number beyond.
+    """The int32 one-hot vector of a microbatch; zeros for a placeholder, and for a traced number out of range.
 
-    Compared in the number's own dtype: a cast to fewer bits would wrap a number around.
+    Compares in the dtype of the number, as a cast to a narrower one would wrap around.
     """
     if not isinstance(number, int) or isinstance(number, bool):
         require_scalar("the number of a microbatch, an integer scalar", number, "iu", ".number")
@@ -192,24 +189,24 @@ def one_at(backend: Backend, number: Scalar, count: int) -> Array:
     number = backend.asarray(number)
     dtype = backend.dtype(number)
     most = np.iinfo(dtype).max
-    places = np.arange(builtins.min(count, most + 1)).astype(dtype)
-    one = backend.cast(backend.asarray(places) == number, INT32)
-    return one if len(places) == count else backend.concat([one, backend.full((count - len(places),), 0, INT32)])
+    indices = np.arange(builtins.min(count, most + 1)).astype(dtype)
+    one = backend.cast(backend.asarray(indices) == number, INT32)
+    return one if len(indices) == count else backend.concat([one, backend.full((count - len(indices),), 0, INT32)])
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text, for instance ``"0-5, 8"``; ``"none"`` where there are none."""
+    """Formats numbers, for instance ``"0-5, 8"``, or ``"none"``."""
     runs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(group) for _, group in runs)]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends) or "none"
 
 
-def _require_apart(name: str, a: Array, b: Array) -> None:
-    """Refuses a microbatch that both of these counts have, where they are known."""
+def _require_disjoint(a: Array, b: Array) -> None:
+    """Raises for a microbatch in both ledgers, unless they are traced."""
     backend = resolve([a, b])
-    known: Sequence[Any] = [backend.concrete(backend.asarray(counts)) for counts in (a, b)]
-    if any(counts is None for counts in known):
+    values: Sequence[Any] = [backend.concrete(backend.asarray(counts)) for counts in (a, b)]
+    if any(counts is None for counts in values):
         return
-    twice = np.flatnonzero(np.minimum(*known) > 0)
+    twice = np.flatnonzero(np.minimum(*values) > 0)
     if twice.size:
         raise invalid("each microbatch once", f"twice: {ranges(twice.tolist())}")

@@ -1,4 +1,4 @@
-"""Several reductions in one tree and one pass."""
+"""Combines the parts of a tree by different reductions, in one pass."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from gradcombine.types import Order, Scalar, State, Tree
 
 
 class PerLeafState(NamedTuple):
-    """One partial state for each reduction, in the order of the prefix tree's leaves."""
+    """The partial states of the reductions, in the order of the leaves of the prefix tree."""
 
     parts: tuple[State, ...]
 
 
 @operation("per_leaf")
 def per_leaf(reductions: Tree) -> Reduction:
-    """Combines each part of a tree by a reduction of its own.
+    """Combines each part of a tree by its own reduction.
 
     Args:
-      reductions: a tree of reductions, a prefix of the trees to combine: each reduction stands for the subtree in its
-        place.
+      reductions: a tree of reductions that is a prefix of the trees to combine: each reduction combines the subtree at
+        its path.
 
     Returns:
-      A reduction of trees that begin as ``reductions`` does. The weight of a contribution weighs the parts that are
-      averages (`mean`); the other parts learn from it only whether the contribution is present. So token counts are
-      summed, and not multiplied by themselves, when they are the weight as well.
+      A reduction of trees with the prefix ``reductions``. The weight of a contribution applies to the parts that are
+      averages (`mean`); the other parts get weight 0 or 1. So token counts that also serve as weights are summed, and
+      not multiplied by themselves.
 
-    Bits: those of each part's reduction.
+    Bits: those of the reduction of each part.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine import reductions
@@ -57,7 +57,7 @@ class PerLeaf(Reduction):
 
     Attributes:
       members: the reductions.
-      prefix: the structure of the tree that they are the leaves of.
+      prefix: the structure of the tree whose leaves they are.
     """
 
     name = "per_leaf"
@@ -114,7 +114,7 @@ class PerLeaf(Reduction):
         return PerLeafState(self._each(_call("clear"), self._parts(state)))
 
     def _each(self, function: Callable[..., Tree], *columns: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Applies a function to each member and its parts; errors name the member's place."""
+        """Applies a function to each member and its parts; errors have the path of the member."""
         results: list[Tree] = []
         for path, member, *row in zip(self.prefix.paths(), self.members, *columns, strict=True):
             with within(path):
@@ -129,7 +129,7 @@ class PerLeaf(Reduction):
 
 
 def _call(name: str) -> Callable[..., Tree]:
-    """Calls the method of this name of a member."""
+    """A function that calls the method of this name."""
 
     def call(member: Reduction, *row: Tree) -> Tree:
         return getattr(member, name)(*row)

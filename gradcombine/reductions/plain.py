@@ -1,4 +1,4 @@
-"""Reductions whose accumulator is one array: product, minimum and maximum, first and last."""
+"""Reductions whose accumulator is a single array: product, minimum, maximum, first and last."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from gradcombine.wires.wire import Wire
 
 @dataclass(frozen=True)
 class Plain(Cell):
-    """An accumulator that is one array, and takes in a contribution as if it were another accumulator.
+    """A cell whose accumulator is a single array, and whose contributions merge like accumulators.
 
     Attributes:
-      identity: the value of an empty accumulator of a given dtype.
-      combine: ``combine(backend, a, b, a_empty, b_empty)``: two accumulators become one.
+      identity: the value of an empty accumulator, by dtype.
+      combine: ``combine(backend, a, b, a_empty, b_empty)``, which merges two accumulators.
     """
 
     name: str
     kinds: tuple[str, ...]
     identity: Callable[[np.dtype], Scalar]
     combine: Callable[[Backend, Array, Array, Array, Array], Array]
-    settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (never changed)
+    settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (immutable)
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Array:
         return backend.full(shape, self.identity(running), running, [like])
@@ -55,13 +55,13 @@ class ProductState(TreewiseState):
 
 @operation("product")
 def product(dtype: DType = None, *, output_dtype: DType = None, wire: Wire | None = None) -> Reduction:
-    """The product of all contributions of nonzero weight; the weight's size does not matter.
+    """The product of all contributions of nonzero weight, whatever their weights are.
 
     Args:
       dtype, output_dtype, wire: as for `gradcombine.reductions.sum`.
 
     Returns:
-      A reduction of float and integer leaves. No contribution: ones.
+      A reduction of float and integer leaves. Without contributions the result is 1.
 
     Bits: as for `gradcombine.reductions.sum`; replicas are always merged in the canonical tree over their ranks.
 
@@ -92,18 +92,18 @@ class MinState(TreewiseState):
 
 @operation("max")
 def max(*, output_dtype: DType = None) -> Reduction:
-    """The elementwise maximum of all contributions of nonzero weight, as for a history of FP8 amax values.
+    """The elementwise maximum of all contributions of nonzero weight, for instance of FP8 amax values.
 
     Args:
-      output_dtype: of the result. None: the contributions' own; narrow integers are returned as 32-bit ones.
+      output_dtype: the dtype of the result. None: that of the contributions, but at least 32 bits for integers.
 
     Returns:
-      A reduction of float and integer leaves. NaN in any contribution is NaN in the result. No contribution: -inf, or
-      the smallest integer.
+      A reduction of float and integer leaves. A NaN in any contribution gives NaN. Without contributions the result is
+      -inf, or the smallest integer.
 
-    Bits: those of one of the contributions, subnormal ones too, the same for any order and grouping, in every mode; but
-    a zero result is +0, and of NaN payloads nothing is promised. Where ``output_dtype`` casts between float64 and a
-    narrower float, XLA and TensorFlow flush subnormal numbers.
+    Bits: those of one of the contributions, even if it is subnormal, for any order and grouping, in every mode; except
+    that a zero is always +0, and that the payload of a NaN is undefined. If ``output_dtype`` casts between float64 and
+    a narrower float, XLA and TensorFlow flush subnormal numbers.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
@@ -116,7 +116,7 @@ def max(*, output_dtype: DType = None) -> Reduction:
 
 @operation("min")
 def min(*, output_dtype: DType = None) -> Reduction:
-    """The elementwise minimum; otherwise as `max`. No contribution: +inf, or the largest integer.
+    """The elementwise minimum; otherwise as `max`. Without contributions the result is +inf, or the largest integer.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.min(), [np.float32([1, 5]), np.float32([3, 4])])
@@ -136,38 +136,39 @@ def _highest(dtype: np.dtype) -> Scalar:
 
 
 def _larger(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-    return _chosen(backend, a, b, lambda x, y: x > y)
+    return _select(backend, a, b, lambda x, y: x > y)
 
 
 def _smaller(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-    return _chosen(backend, a, b, lambda x, y: x < y)
+    return _select(backend, a, b, lambda x, y: x < y)
 
 
-def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array], Array]) -> Array:
-    """The one that comes first; NaN where either is, and +0 for a zero, so that no order of arguments shows."""
-    left, right = _image(backend, a), _image(backend, b)
+def _select(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array], Array]) -> Array:
+    """``a`` if it is before ``b``, else ``b``; NaN if one is NaN, and +0 for zeros, so that it is commutative."""
+    left, right = _sort_key(backend, a), _sort_key(backend, b)
     first = before(left, right)
     chosen = backend.where(first, a, b)
     if dtypes.kind(backend.dtype(chosen)) != "float":
         return chosen
-    # The image of what was chosen, but not of its bits: compilers compare those as floats, subnormal ones as zeros.
+    # Selects the key again, as compilers turn a comparison of the bits of `chosen` into one of floats, with subnormal
+    # numbers equal to 0.
     zero = backend.where(first, left, right) == backend.full((), 0, backend.dtype(left))
 
-    def with_one_zero(zero: Array, x: Array) -> list[Array]:
+    def with_positive_zero(zero: Array, x: Array) -> list[Array]:
         return [backend.where(zero, backend.full((), 0, backend.dtype(x)), x)]
 
-    def as_chosen(_: Array, x: Array) -> list[Array]:
+    def identity(_: Array, x: Array) -> list[Array]:
         return [x]
 
-    # The derivative is that of what was chosen, at 0 too.
-    (chosen,) = backend.custom_derivative(with_one_zero, as_chosen, [zero, chosen])
+    # Zeros pass the gradient through, too.
+    (chosen,) = backend.custom_derivative(with_positive_zero, identity, [zero, chosen])
     return backend.where(a != a, a, backend.where(b != b, b, chosen))
 
 
-def _image(backend: Backend, x: Array) -> Array:
-    """Integers in the order of these floats: XLA and TensorFlow compare subnormal floats as zeros.
+def _sort_key(backend: Backend, x: Array) -> Array:
+    """Integers in the order of the floats: XLA and TensorFlow compare subnormal floats as zeros.
 
-    Integers stand for themselves, and so do NumPy's long doubles, of which no other framework has any.
+    Integers and NumPy's long doubles, which other frameworks do not have, are their own keys.
     """
     dtype = backend.dtype(x)
     if dtypes.kind(dtype) != "float" or dtype.itemsize > 8:
@@ -190,13 +191,14 @@ class LastState(TreewiseState):
 
 @operation("first")
 def first() -> Reduction:
-    """The first contribution of nonzero weight; over replicas, the lowest rank's.
+    """The first contribution of nonzero weight; over replicas, that of the lowest rank.
 
-    ``merge`` is associative but, alone with `last`, not commutative: its first argument holds the earlier
-    contributions. Over replicas this is what tf.VariableAggregation calls ONLY_FIRST_REPLICA.
+    ``merge`` is associative but not commutative (nor is that of `last`): its first argument has the earlier
+    contributions. Over replicas this is ONLY_FIRST_REPLICA of tf.VariableAggregation.
 
     Returns:
-      A reduction of any numeric or boolean leaves. No contribution, or one whose leaf is None: zeros.
+      A reduction of numeric and boolean leaves. Without contributions, and for a leaf that is None in the first one,
+      the result is 0.
 
     Bits: those of the contribution, in every mode.
 
@@ -209,7 +211,7 @@ def first() -> Reduction:
 
 @operation("last")
 def last() -> Reduction:
-    """The last contribution of nonzero weight; over replicas, the highest rank's. Otherwise as `first`.
+    """The last contribution of nonzero weight; over replicas, that of the highest rank. Otherwise as `first`.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])

@@ -1,4 +1,4 @@
-"""Sums over their own weights, several in one contribution: for losses that have more than one denominator."""
+"""Ratios of sums, whose contributions have their own denominators, for losses with one or several denominators."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
-from gradcombine.types import Leaf, Scalar, State, Tree
+from gradcombine.types import Scalar, State, Tree
 
 
 class Ratio(NamedTuple):
     """One contribution to a ratio of sums.
 
     Attributes:
-      numerator: a tree that is a sum already: the gradient of a loss summed over tokens, say.
-      denominator: what it is a sum over, a scalar weight: the number of these tokens.
+      numerator: a tree of sums, for instance the gradient of a loss that is summed over tokens.
+      denominator: a scalar weight, for instance the number of these tokens.
 
     >>> import numpy as np
     >>> Ratio(np.float32([6, 3]), 3).denominator
@@ -40,40 +40,39 @@ class Ratio(NamedTuple):
 def ratio(mean: Reduction | None = None) -> Reduction:
     """The ratio of sums ``(n_1 + n_2 + ...) / (d_1 + d_2 + ...)`` of contributions ``Ratio(n, d)``, divided once.
 
-    It is the mean of the ``n / d`` weighted by ``d``, but no contribution is divided and multiplied again, and one of
-    denominator 0 changes nothing, whatever its numerator holds.
+    This is the mean of ``n / d`` weighted by ``d``, without dividing and multiplying the contributions. A contribution
+    with denominator 0 changes nothing, even if its numerator is NaN.
 
     Args:
-      mean: how numerators and denominators are summed and divided: `mean` of any precision, or `row_mean`, as they are
-        or wrapped (a wrapper sees the numerator). None: ``mean()``.
+      mean: the reduction that sums and divides: `mean` of any precision, or `row_mean`, possibly wrapped (wrappers
+        apply to the numerator). None: ``mean()``.
 
     Returns:
-      A reduction of `Ratio`, with the states of ``mean``. The weight of a contribution says only whether it is present,
-      as for `max`: it brings its own. No contribution, or denominators of 0 alone: zeros.
+      A reduction of `Ratio`, with the states of ``mean``. All nonzero weights count as 1, as for `max`. Without
+      contributions, and if all denominators are 0, the result is 0.
 
     Raises:
-      GradCombineError: for another reduction; in ``update`` for a denominator that is no weight, and as ``mean``.
+      GradCombineError: for another reduction; in ``update`` for a denominator that is not a weight, and as ``mean``.
 
-    Bits: those of ``mean`` over numerators that are not multiplied.
+    Bits: those of ``mean``, without products with weights.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine.reductions import Ratio, ratio
     >>> gc.combine(ratio(), [Ratio(np.float32([6, 3]), 3), Ratio(np.float32([2, 5]), 1), Ratio(np.float32([9, 9]), 0)])
     array([2., 2.], dtype=float32)
     """
-    mean = mean_() if mean is None else mean
-    return _ratio(mean)
+    return _ratio(mean_() if mean is None else mean)
 
 
 def _ratio(mean: Reduction) -> Reduction:
     check(reduction=mean)
     if not mean.divides:
-        raise invalid("a mean, as reductions.mean or reductions.row_mean makes it", mean.name)
+        raise invalid("a mean, from reductions.mean or reductions.row_mean", mean.name)
     return RatioReduction(mean)
 
 
 class RatioReduction(Wrapper):
-    """A reduction of `Ratio`. See `ratio`."""
+    """See `ratio`."""
 
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
@@ -85,11 +84,11 @@ class RatioReduction(Wrapper):
 
     @operation()
     def init(self, like: Ratio) -> State:
-        return self.of.init(_opened(like).numerator)
+        return self.of.init(_require_ratio(like).numerator)
 
     @operation()
     def update(self, state: State, value: Ratio, weight: Scalar = 1) -> State:
-        numerator, denominator = _opened(value)
+        numerator, denominator = _require_ratio(value)
         backend = resolve([*tree.flatten(numerator)[0], denominator, weight])
         with within(".denominator"):
             parse(backend, denominator)
@@ -97,12 +96,13 @@ class RatioReduction(Wrapper):
         if absent is True:
             denominator = 0
         elif absent is not False:
-            wide = any(not is_absent(x) and dtypes.is_wide(backend.dtype(x)) for x in _leaves(numerator))
+            leaves = tree.flatten(numerator)[0]
+            wide = any(not is_absent(x) and dtypes.is_wide(backend.dtype(x)) for x in leaves)
             denominator = where(backend, ~absent, denominator, wide)
         return self.of.add_weighted(state, numerator, denominator)
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        numerator, denominator = _opened(value)
+        numerator, denominator = _require_ratio(value)
         gradients, inner = self.of.gradients(numerator)
         return gradients, lambda changed: Ratio(inner(changed), denominator)
 
@@ -111,24 +111,25 @@ class RatioReduction(Wrapper):
 def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduction:
     """The sum of several ratios of sums: ``sum_j (n_1j + n_2j + ...) / (d_1j + d_2j + ...)``.
 
-    The gradient of a loss that has several denominators j, which are not known before all contributions are there:
-    tokens for the cross entropy, sequences for a preference, microbatches for what balances experts. One accumulator
-    for each denominator; where their totals are known before, `sum` of contributions that are divided by them takes one
-    for all.
+    The gradient of a loss with several denominators j whose totals are not known before all contributions are computed:
+    for instance tokens for the cross entropy, sequences for a preference loss, microbatches for the load balancing of
+    experts. It has an accumulator per denominator. If the totals are known, divide the contributions by them and use
+    `sum`, which has one accumulator for all.
 
     Args:
-      denominators: their names, each once.
-      mean: as for `ratio`. Of a `numbered` one, contributions are ``Numbered`` as a whole: one ledger for all.
+      denominators: the distinct names of the denominators.
+      mean: as for `ratio`. If it is `numbered`, contributions are ``Numbered({name: Ratio(...)}, number)``, with one
+        ledger.
 
     Returns:
-      A reduction of ``{name: Ratio(numerator, denominator)}``; all numerators are trees of one structure. Of a
-      denominator whose total is 0 the ratio is 0. A leaf that is None under every name is None.
+      A reduction of ``{name: Ratio(numerator, denominator)}``; all numerators are trees of the same structure. The
+      ratio of a denominator whose total is 0 is 0. A leaf that is None under all names is None.
 
     Raises:
-      GradCombineError: for no names; and as `ratio` and `per_leaf`, naming the denominator.
+      GradCombineError: for no names or duplicates; and as `ratio` and `per_leaf`, naming the denominator.
 
-    Bits: those of the ratios, added in the sorted order of their names, in float32 at least. (A ratio of narrower
-    floats has been rounded to them.)
+    Bits: those of the ratios, which are added in the sorted order of their names, in at least float32 (after they were
+    rounded to narrower floats, if the result dtype is one).
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine.reductions import Ratio, ratios
@@ -141,15 +142,15 @@ def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduct
 
 
 def ratios_of(denominators: Iterable[str], mean: Reduction | None = None) -> Reduction:
-    """`ratios`, for functions that give errors a name of their own."""
-    own = mean_() if mean is None else mean
-    check(reduction=own)
-    combined = Ratios(per_leaf({name: _ratio(without_numbers(own)) for name in _names(denominators)}))
-    return combined if own.microbatches is None else numbered(combined, own.microbatches)
+    """`ratios` for other public functions, which add their own names to errors."""
+    mean = mean_() if mean is None else mean
+    check(reduction=mean)
+    combined = Ratios(per_leaf({name: _ratio(without_numbers(mean)) for name in _names(denominators)}))
+    return combined if mean.microbatches is None else numbered(combined, mean.microbatches)
 
 
 class Ratios(Wrapper):
-    """A reduction whose result is the sum of the values of a dict of results. See `ratios`."""
+    """Sums the results of a `per_leaf` dict of ratios. See `ratios`."""
 
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
@@ -161,15 +162,15 @@ class Ratios(Wrapper):
         first, *others = (results[name] for name in sorted(results))
         leaves, structure = tree.flatten(first, is_row_sparse)
         columns = [leaves, *(tree.flatten_as(structure, value, is_row_sparse) for value in others)]
-        added = (_added(row, path) for row, path in zip(zip(*columns, strict=True), structure.paths(), strict=True))
-        return tree.unflatten(structure, added)
+        sums = (_sum(row, path) for row, path in zip(zip(*columns, strict=True), structure.paths(), strict=True))
+        return tree.unflatten(structure, sums)
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         expected = "a contribution of one gradient (for several, wrap the mean: ratios(names, clipped(mean(), 1)))"
         raise invalid(expected, "one for each denominator")
 
 
-def _added(values: tuple[Any, ...], path: str) -> Any:
+def _sum(values: tuple[Any, ...], path: str) -> Any:
     present = [x for x in values if not is_absent(x)]
     if len(present) < 2:
         return present[0] if present else values[0]
@@ -180,11 +181,7 @@ def _added(values: tuple[Any, ...], path: str) -> Any:
     return backend.cast(reduce(backend.add, (backend.cast(x, dtypes.working(dtype)) for x in present)), dtype)
 
 
-def _leaves(value: Tree) -> list[Leaf]:
-    return tree.flatten(value)[0]
-
-
-def _opened(value: Tree) -> Ratio:
+def _require_ratio(value: Tree) -> Ratio:
     return require_type("a Ratio(numerator, denominator)", value, Ratio)
 
 

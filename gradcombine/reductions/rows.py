@@ -1,4 +1,4 @@
-"""Row-sparse sum ``sum(w * g)`` and mean ``sum(w * g) / sum(w)``: in a table of the rows that occur."""
+"""The sum ``sum(w * g)`` and mean ``sum(w * g) / sum(w)`` of row-sparse leaves, in a table of rows."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from gradcombine.wires.wire import Wire
 
 
 class RowTable(NamedTuple):
-    """The rows that occurred, each once.
+    """An accumulator of distinct rows.
 
     Attributes:
-      values: of shape (capacity, ...); -0 where there is padding, for the reason that `sum` begins with it.
+      values: array of shape (capacity, ...); -0, the neutral element of addition, in the padding.
       indices: int32 of shape (capacity,), ascending; then padding, the index one past the last row.
-      lost: int32 scalar: not 0 where compiled code met more different rows than there is room for, or an index out of
+      lost: int32 scalar, nonzero if traced contributions had more distinct rows than the capacity, or an index out of
         range.
-      extent: the number of rows of the whole array, as a constant in the structure.
+      extent: the number of rows of the dense array, as a constant in the structure.
     """
 
     values: Array
@@ -53,7 +53,7 @@ class RowTable(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
+        """The shape of the dense array."""
         rows = self.extent.rows if tree.is_static(self.extent) else None
         if rows is None:
             raise invalid("a constant number of rows", shown(self.extent))
@@ -61,12 +61,12 @@ class RowTable(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """Shape and capacity, which states must share to be merged."""
+        """Shape and capacity, which must be equal to merge two states."""
         return f"rows of an array of shape {self.shape}, with capacity {self.values.shape[0]}"
 
 
 def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> RowTable:
-    """The table of no rows, of an array of this shape."""
+    """A table without rows, for a dense array of this shape."""
     rows, *rest = shape
     return RowTable(
         backend.full((size, *rest), -0.0, running, [like]),
@@ -77,56 +77,56 @@ def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np
 
 
 def single(backend: Backend, table: RowTable, slices: RowSlices, weight: Weight) -> RowTable | None:
-    """One contribution as a table: each row once, times its weight; None for one without rows.
+    """The table of one weighted contribution; None for one without rows.
 
     Raises:
-      GradCombineError: for an index out of range, and for more different rows than the table holds, where known.
+      GradCombineError: for an index out of range and for more distinct rows than the capacity, unless they are traced.
     """
     rows, size = table.extent.rows, backend.shape(table.indices)[0]
     slices = require_rows(backend, slices)
     n, zero = backend.shape(slices.indices)[0], weight.zero
     if n == 0 or zero is True:
         return None
-    inside = slices.indices
+    indices = slices.indices
     if zero is not False:
-        # Whatever a contribution of weight 0 holds, it has no rows.
-        inside = backend.where(zero, backend.full((n,), 0, backend.dtype(inside)), inside)
-    outside = require_in_range(backend, inside, rows)
-    left_out = outside if zero is False else outside | zero
-    indices = backend.where(left_out, backend.full((n,), rows, INT32), backend.cast(inside, INT32))
+        # The indices of a contribution of weight 0 may be out of range.
+        indices = backend.where(zero, backend.full((n,), 0, backend.dtype(indices)), indices)
+    outside = require_in_range(backend, indices, rows)
+    dropped = outside if zero is False else outside | zero
+    indices = backend.where(dropped, backend.full((n,), rows, INT32), backend.cast(indices, INT32))
     running = backend.dtype(table.values)
-    once = distinct(backend, indices, backend.cast(slices.values, running), rows, min(n, size))
-    wrong = backend.total(backend.cast(outside, INT32))
-    lost = backend.maximum(wrong, _too_many(backend, once, size))
-    values = backend.cast(weighted(backend, once.values, weight, running), running)
-    return RowTable(values, once.indices, lost, table.extent)
+    merged = distinct(backend, indices, backend.cast(slices.values, running), rows, min(n, size))
+    outside_count = backend.total(backend.cast(outside, INT32))
+    lost = backend.maximum(outside_count, _excess(backend, merged, size))
+    values = backend.cast(weighted(backend, merged.values, weight, running), running)
+    return RowTable(values, merged.indices, lost, table.extent)
 
 
 def join(backend: Backend, a: RowTable, b: RowTable) -> RowTable:
-    """Two tables become one, of the first one's capacity: a row of both is ``a + b``.
+    """Merges two tables, with the capacity of the first one; the value of a row in both is ``a + b``.
 
     Raises:
-      GradCombineError: for more different rows than the table holds, where known.
+      GradCombineError: for more distinct rows than the capacity, unless they are traced.
     """
     rows, size = a.extent.rows, backend.shape(a.indices)[0]
     both = union(backend, (a.indices, a.values), (b.indices, b.values), rows, size)
-    lost = backend.maximum(backend.maximum(a.lost, b.lost), _too_many(backend, both, size))
+    lost = backend.maximum(backend.maximum(a.lost, b.lost), _excess(backend, both, size))
     return RowTable(both.values, both.indices, lost, a.extent)
 
 
-def _too_many(backend: Backend, distinct_rows: Distinct, size: int) -> Array:
-    """How many different rows there are above the capacity."""
+def _excess(backend: Backend, distinct_rows: Distinct, size: int) -> Array:
+    """The number of distinct rows beyond the capacity; raises for them if it is known."""
     zero = backend.full((), 0, INT32)
-    known = backend.concrete(distinct_rows.count)
-    if known is not None and known > size:
-        raise invalid(f"at most {size} different rows (the capacity)", int(known))
+    count = backend.concrete(distinct_rows.count)
+    if count is not None and count > size:
+        raise invalid(f"at most {size} different rows (the capacity)", int(count))
     return backend.maximum(distinct_rows.count - size, zero)
 
 
 def result(backend: Backend, table: RowTable, finished: Array) -> RowSparse:
-    """The rows as they leave, with these values: +0 where there is padding, NaN everywhere where any row was lost.
+    """The rows with these values, and +0 in the padding; all values are NaN if a row was lost.
 
-    Where rows were lost padding becomes the last row, so that NaN shows wherever the result goes.
+    In that case the padding becomes the last row, so that a result without rows shows the NaN, too.
     """
     rows, (size, *rest), output = table.extent.rows, backend.shape(finished), backend.dtype(finished)
     padding = table.indices >= backend.full((), rows, INT32)
@@ -139,12 +139,12 @@ def result(backend: Backend, table: RowTable, finished: Array) -> RowSparse:
 
 @dataclass(frozen=True)
 class Rows(Settings, Cell):
-    """An accumulator that is a `RowTable`.
+    """A cell whose accumulator is a `RowTable`.
 
     Attributes:
-      divides: whether the values leave as they are over the sum of weights.
-      capacity: how many different rows a table holds.
-      overflow: what happens to one row too many.
+      divides: whether the result is divided by the sum of weights.
+      capacity: the maximal number of distinct rows of a table.
+      overflow: the handling of more rows.
       settings: the dtypes of accumulator and result.
     """
 
@@ -175,12 +175,12 @@ class Rows(Settings, Cell):
             raise invalid(f"from 1 to {MOST_ROWS} rows", shape[0])
         return empty_table(backend, min(self.capacity, shape[0]), shape, running, like)
 
-    def entering(self, backend: Backend, a: RowTable, made_for: np.dtype, leaf: Leaf) -> RowSlices:
+    def checked(self, backend: Backend, a: RowTable, made_for: np.dtype, leaf: Leaf) -> RowSlices:
         slices = row_slices(leaf)
         if slices is None:
-            expected = "a RowSparse, tf.IndexedSlices or BCOO (for dense ones as well: sparse_as_dense)"
+            expected = "a RowSparse, tf.IndexedSlices or BCOO (sparse_as_dense also takes dense arrays)"
             raise invalid(expected, "a dense array")
-        # Slices that do not know the number of rows are taken for rows of the whole array that the state was made for.
+        # An unknown number of rows is assumed to be that of the state.
         rows = a.extent.rows if slices.rows is None else slices.rows
         received = (rows, *shape_of(slices.values)[1:])
         if received != a.shape:
@@ -190,11 +190,11 @@ class Rows(Settings, Cell):
         return slices
 
     def update(self, backend: Backend, a: RowTable, x: RowSlices, weight: Weight, totals: Totals) -> RowTable:
-        added = single(backend, a, x, weight)
-        return a if added is None else self._joined(backend, a, added)
+        table = single(backend, a, x, weight)
+        return a if table is None else self._joined(backend, a, table)
 
     def masked(self, backend: Backend, zero: Array, old: RowTable, new: RowTable) -> RowTable:
-        # A contribution of weight 0 has no rows, so there is no need to go through the table again.
+        # `single` drops the rows of a contribution of weight 0, so `new` has the rows of `old`.
         return new
 
     def merge(self, backend: Backend, a: RowTable, b: RowTable, a_totals: Totals, b_totals: Totals) -> RowTable:
@@ -213,11 +213,11 @@ class Rows(Settings, Cell):
 
 
 class RowSumState(TreewiseState):
-    """Rows of sums of ``w * g``."""
+    """Row-sparse sums of ``w * g``."""
 
 
 class RowMeanState(TreewiseState):
-    """Rows of sums of ``w * g``, not divided yet."""
+    """Row-sparse sums of ``w * g``, before the division."""
 
 
 @operation("row_sum")
@@ -229,32 +229,32 @@ def row_sum(
     output_dtype: DType = None,
     wire: Wire | None = None,
 ) -> Reduction:
-    """The weighted sum of row-sparse gradients, held as rows: never a dense array, in a window or between replicas.
+    """The weighted sum of row-sparse gradients; stores and exchanges rows, never a dense array.
 
     Args:
-      capacity: how many different rows a state holds, in each leaf: as many as occur in all contributions that are
-        combined, over the whole window and all replicas. Memory, sorting and exchange grow with it.
-      overflow: where more rows occur than that, known indices always raise before anything is lost. In compiled code
-        ``"error"`` gives NaN in every value of the result; ``"check"`` adds the framework's own run-time check, as
-        `checked` does for weights.
-      dtype: of the accumulators. None: the contributions' own, float32 for narrower floats.
-      output_dtype: of the result. None: the contributions' own.
-      wire: how replicas send the values, as for `sum`: gathered, and rounded once.
+      capacity: the maximal number of distinct rows of a leaf's state: those of all contributions over the entire window
+        and all replicas. Memory, sorting and communication grow with it.
+      overflow: the handling of more distinct rows in compiled code: ``"error"`` makes all values of the result NaN;
+        ``"check"`` also adds a run-time check of the framework, as `checked` does for weights. If the indices are not
+        traced, more rows always raise.
+      dtype: the accumulator dtype. None: that of the contributions, but at least float32.
+      output_dtype: the dtype of the result. None: that of the contributions.
+      wire: the compression of the values between replicas, as for `sum`; they are gathered, and rounded once.
 
     Returns:
       A reduction of trees whose leaves are float or complex `gradcombine.sparse.RowSparse`, tf.IndexedSlices, BCOO or
-      None. ``init`` takes such a tree, or one of dense arrays or specs: the parameters. The result has a `RowSparse` in
-      each place, with rows in ascending order, then padding: the index ``rows``, whose values are 0.
+      None. ``init`` takes such a tree, or the parameters as dense arrays or specs. The leaves of the result are
+      `RowSparse`, with the rows in ascending order, then padding with the index ``rows`` and values of 0.
 
     Raises:
-      GradCombineError: in ``update`` and ``merge``, besides the errors of `sum`: for a dense contribution (see
-        `sparse_as_dense`), for rows of another shape, for known indices out of range (traced ones make the result NaN,
-        as overflow does), and for more different rows than fit.
+      GradCombineError: in ``update`` and ``merge`` as `sum`; for a dense contribution (see `sparse_as_dense`), for rows
+        of another shape, for indices out of range, and for more distinct rows than the capacity. If the indices are
+        traced, the latter two make the result NaN instead.
 
-    Bits: the same for the same contributions in the same order, on every backend, eager and compiled. The occurrences
-    of a row in one contribution are added first, in the canonical tree and the accumulator's dtype; their sum, times
-    the weight, is one term of the row, and the terms are added as `sum` adds elements. Replicas are gathered, and
-    merged in the tree over ranks, in either order.
+    Bits: determined by the contributions and their order, on every backend, eager and compiled. Duplicate rows of a
+    contribution are added first, in the canonical tree and in the accumulator dtype; their sum times the weight is one
+    term of the row, and terms are added as by `sum`. Replicas are always gathered and merged in the canonical tree over
+    the ranks.
 
     >>> import numpy as np, gradcombine as gc
     >>> from gradcombine import sparse
@@ -278,16 +278,16 @@ def row_mean(
     output_dtype: DType = None,
     wire: Wire | None = None,
 ) -> Reduction:
-    """The weighted mean of row-sparse gradients, held as rows, and divided once, after all merging.
+    """The weighted mean of row-sparse gradients, divided once, after all merging.
 
-    Every contribution counts for every row, with 0 where it does not hold the row: the rows of the result are those of
-    `mean` of the dense gradients.
+    Every contribution counts for every row, as 0 if it does not have the row: the result is that of `mean` of the dense
+    gradients.
 
     Args:
       capacity, overflow, dtype, output_dtype, wire: as for `row_sum`.
 
     Returns:
-      A reduction as `row_sum` is; its state holds the sum of weights as well.
+      A reduction as for `row_sum`.
 
     Raises:
       GradCombineError: as `row_sum`.
@@ -304,5 +304,5 @@ def row_mean(
     """
     settings = dtypes.Settings(dtype, output_dtype)
     cell = Rows("row_mean", True, capacity, overflow, settings)
-    own = {"capacity": cell.capacity, "overflow": overflow}
-    return Treewise(cell, RowMeanState, wire=wire, scales_by_weight=True, divides=True, **own)
+    details = {"capacity": cell.capacity, "overflow": overflow}
+    return Treewise(cell, RowMeanState, wire=wire, scales_by_weight=True, divides=True, **details)

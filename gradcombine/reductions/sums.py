@@ -1,4 +1,4 @@
-"""Sum ``sum(w * g)`` and mean ``sum(w * g) / sum(w)``: plain and compensated here, exact ones in `exact`."""
+"""The sum ``sum(w * g)`` and the mean ``sum(w * g) / sum(w)``, in three precisions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class SumState(TreewiseState):
 
 
 class CompensatedSumState(TreewiseState):
-    """Pairs that sum to those of ``w * g``."""
+    """Compensated sums of ``w * g``, as pairs."""
 
 
 class ExactSumState(TreewiseState):
-    """Digits of sums of ``w * g``."""
+    """Exact sums of ``w * g``, in fixed-point digits."""
 
 
 class MeanState(TreewiseState):
-    """Sums of ``w * g``, not divided yet."""
+    """Sums of ``w * g``, before the division."""
 
 
 class CompensatedMeanState(TreewiseState):
-    """Pairs that sum to those of ``w * g``, not divided yet."""
+    """Compensated sums of ``w * g``, as pairs, before the division."""
 
 
 class ExactMeanState(TreewiseState):
-    """Digits of sums of ``w * g``, not divided yet."""
+    """Exact sums of ``w * g``, in fixed-point digits, before the division."""
 
 
 @operation("sum")
@@ -50,25 +50,26 @@ def sum(
     """The weighted sum ``w_1 g_1 + w_2 g_2 + ...``.
 
     Args:
-      precision: ``"fast"``: one running value in the accumulator dtype, rounded at each addition. ``"compensated"``: a
-        pair, in which the roundings' errors are kept; float and complex leaves. ``"exact"``: integers in fixed point,
-        rounded once, at the end; float leaves.
-      dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
-        integers.
-      output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
-      wire: how replicas send partial sums: None: as they are; `gradcombine.wires.cast` or `gradcombine.wires.blocks`:
-        in fewer bits, added in float32. Float leaves. A derivative passes through as if it were None.
-      max_terms: what an exact sum must have room for: one term a contribution, and one for each further 24 bits of a
-        weight of an integer type (two for one of 32 bits that is an array). Up to 4096, an element takes 12 bytes, else
-        24. There is room for 4096 terms or for 2**26 (float64: always 2**26); with more, the result is NaN.
+      precision: ``"fast"``: a running value in the accumulator dtype, rounded at each addition. ``"compensated"``: a
+        pair of the running value and its rounding errors; float and complex leaves. ``"exact"``: a fixed-point integer
+        that is rounded once, at the end; float leaves.
+      dtype: the accumulator dtype. None: that of the contributions, but float32 for narrower floats and 32 bits for
+        narrower integers.
+      output_dtype: the dtype of the result. None: that of the contributions; for integers, that of the accumulator.
+      wire: the compression of partial sums between replicas, for float leaves: `gradcombine.wires.cast` or
+        `gradcombine.wires.blocks`, which send fewer bits and add in float32. Derivatives ignore it. None: none.
+      max_terms: the number of terms of an exact sum: one per contribution, and one for each further 24 bits of a weight
+        of an integer type (two for a 32-bit integer array). Float32 elements take 12 bytes for up to 4096 terms, else
+        24 bytes for up to 2**26; float64 elements always allow 2**26. The result of more terms is NaN.
 
     Returns:
-      A reduction of float, complex and integer leaves. Integer leaves take integer weights. No contribution: zeros.
+      A reduction of float, complex and integer leaves; integer leaves require integer weights. Without contributions
+      the result is 0.
 
-    Bits: the same for the same contributions in the same order, on every backend, eager and compiled, where no value is
-    subnormal. Products with a weight are rounded once, never fused into the addition. Order ``"tree"`` does not depend
-    on how the contributions are divided over time and replicas; an all-reduce in order ``"sequential"`` adds in the
-    order that the framework chooses, and may lose the sign of a zero. Integers: exact, modulo the dtype's width.
+    Bits: determined by the contributions and their order, on every backend, eager and compiled, unless a value is
+    subnormal. Products with a weight are rounded once, and never fused with the addition. Order ``"tree"`` does not
+    depend on how the contributions are split over time and replicas. An all-reduce in order ``"sequential"`` adds in an
+    order that the framework chooses, and may lose the sign of a zero. Integer sums are exact, modulo the dtype's width.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.sum(), [np.float32([1, 2]), np.float32([3, 4])], weights=[1, 10])
@@ -99,19 +100,18 @@ def mean(
 ) -> Reduction:
     """The weighted mean ``(w_1 g_1 + w_2 g_2 + ...) / (w_1 + w_2 + ...)``, divided once, after all merging.
 
-    With the number of tokens (or examples) of each microbatch as its weight, the mean of per-token mean gradients over
-    microbatches and replicas is the gradient of the full batch. A mean of means is not, where the numbers differ.
+    If the weight of a microbatch is its number of tokens (or examples), the mean of the mean gradients per token over
+    microbatches and replicas is the gradient of the full batch. The unweighted mean is not if the numbers differ.
 
     Args:
       precision, dtype, output_dtype, wire, max_terms: as for `gradcombine.reductions.sum`.
 
     Returns:
-      A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. NaN where
-      the sum of weights is not a finite number in the range of the accumulator (of precision ``"exact"``, where a
-      weight is not); traced weights that are negative, infinite or NaN make it NaN as well.
+      A reduction of float and complex leaves; integer leaves are an error. Without contributions the result is 0. It is
+      NaN if the sum of weights (for precision ``"exact"``: a weight) overflows the accumulator, and if a traced weight
+      is negative, infinite or NaN.
 
-    Bits: as for `gradcombine.reductions.sum`, and the quotient is correctly rounded on CPU. (XLA on GPU does not divide
-    correctly rounded.)
+    Bits: as for `gradcombine.reductions.sum`, and the quotient is correctly rounded on CPU (not by XLA on GPU).
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.mean(), [np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
@@ -126,24 +126,20 @@ def mean(
         _require_exact_exchange(dtype, wire)
         cell = Exact("mean", settings, divides=True, many=_needs_room(max_terms))
         derivative = mean(output_dtype=output_dtype)
-        own = {"precision": precision, "max_terms": cell.room}
-        return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **own)
+        details = {"precision": precision, "max_terms": cell.room}
+        return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **details)
     cell = Added("mean", ("float", "complex"), True, settings)
     return Treewise(cell, MeanState, wire=wire, scales_by_weight=True, divides=True)
 
 
 def _needs_room(max_terms: int) -> bool:
-    """Whether exact sums of float32 need room for more terms than words of digits hold.
-
-    Raises:
-      GradCombineError: for what is not an integer from 1 to 2**26.
-    """
+    """Whether exact sums of float32 need spill words; raises unless ``max_terms`` is an integer from 1 to 2**26."""
     expected = f"max_terms from 1 to {SPILLED_CAPACITY}"
     return require_integer(expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
 
 
 def _require_exact_exchange(dtype: DType, wire: Wire | None) -> None:
-    """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
+    """Raises for settings that do not apply to precision "exact", whose accumulators are integers."""
     if dtype is not None or wire is not None:
         received = wire if dtype is None else dtype
         raise invalid("no dtype and no wire for precision 'exact'", shown(received))

@@ -1,4 +1,4 @@
-"""States of treewise reductions, as trees and flattened."""
+"""The states of treewise reductions, as trees and flattened."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradcombine.wires.wire import Wire
 
 
 class TreewiseState(NamedTuple):
-    """A partial result. Each reduction has a subclass of its own, which tells its states from those of others.
+    """A partial result. Each reduction has its own subclass, to detect states of other reductions.
 
     Attributes:
-      value: the tree of accumulators; a constant in the structure where the parameter has no gradient.
-      weight: the sum of weights, a real scalar (of an exact reduction, a NamedTuple of scalars).
-      count: int32 scalar, the number of contributions whose weight is not 0.
-      dtypes: constants in the structure: for each leaf the dtype of the contributions, or that there is no gradient.
+      value: the tree of accumulators; a constant in the structure for a leaf without gradient.
+      weight: the sum of weights, a real scalar; for exact reductions, a NamedTuple of scalars.
+      count: int32 scalar, the number of contributions of nonzero weight.
+      dtypes: constants in the structure: for each leaf, the dtype of the contributions or "no gradient".
     """
 
     value: Tree
@@ -32,13 +32,13 @@ class TreewiseState(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Opened:
-    """A state, flattened.
+class FlatState:
+    """A flattened state.
 
     Attributes:
-      structure: of its tree.
-      values: the accumulators; None where there is no gradient.
-      made_for: constants, in the same order.
+      structure: the structure of ``dtypes``.
+      values: the accumulators; None for a leaf without gradient.
+      made_for: the constants of ``dtypes``, in the same order.
     """
 
     structure: tree.Structure
@@ -57,33 +57,30 @@ class Opened:
                 arrays.append(a)
         return arrays
 
-    def closed(self, state: State, values: Sequence[Accumulator | None], weight: Scalar, count: Array) -> State:
-        """The state with other accumulators."""
+    def rebuild(self, state: State, values: Sequence[Accumulator | None], weight: Scalar, count: Array) -> State:
+        """The state with these accumulators, weight and count."""
         return type(state)(self.value(values), weight, count, state.dtypes)
 
     def value(self, values: Sequence[Accumulator | None]) -> Tree:
-        """The tree of these accumulators."""
-        held = list(values)
-        for i, kind in enumerate(self.made_for):
-            if held[i] is None:
-                held[i] = kind
-        return tree.unflatten(self.structure, held)
+        """The tree of these accumulators, with a constant for each None."""
+        leaves = [spec if a is None else a for a, spec in zip(values, self.made_for, strict=True)]
+        return tree.unflatten(self.structure, leaves)
 
 
 def summary(a: Accumulator | None) -> str:
-    """An accumulator in words, as messages name it."""
+    """Describes an accumulator for error messages."""
     if a is None:
         return "no gradient"
-    kept = parts(a)[0]
-    held = f"shape {shape_of(kept)} and dtype {dtype_of(kept)}"
-    return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if kept is not a else held
+    first = parts(a)[0]
+    text = f"shape {shape_of(first)} and dtype {dtype_of(first)}"
+    return f"{text} in {getattr(a, 'in_words', type(a).__name__)}" if first is not a else text
 
 
 def require_sendable(
-    wire: Wire, opened: Opened, shape: Callable[[Leaf], tuple[int, ...]], leaves: Sequence[Leaf]
+    wire: Wire, flat: FlatState, shape: Callable[[Leaf], tuple[int, ...]], leaves: Sequence[Leaf]
 ) -> None:
-    """Raises for a leaf that is no float, unless the wire leaves it as it is."""
-    for path, leaf, kind in zip(opened.structure.paths(), leaves, opened.made_for, strict=True):
-        is_float = kind.dtype is None or dtypes.kind(kind.dtype) == "float"
+    """Raises for leaves that are not floats and that the wire does not keep uncompressed."""
+    for path, leaf, spec in zip(flat.structure.paths(), leaves, flat.made_for, strict=True):
+        is_float = spec.dtype is None or dtypes.kind(spec.dtype) == "float"
         if not is_float and not wire.keeps(path, shape(leaf)):
-            raise invalid(f"a float leaf for {wire!r}, or one that its wide= leaves as it is", kind.dtype, path)
+            raise invalid(f"a float leaf for {wire!r}, or one that its wide= leaves as it is", spec.dtype, path)

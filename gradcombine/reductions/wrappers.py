@@ -1,4 +1,4 @@
-"""Reductions made of another one: checked, zeroed, clipped, made dense, and measured."""
+"""Wrappers that transform contributions: `checked`, `zeroed`, `clipped` and `sparse_as_dense`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from gradcombine.types import Array, Leaf, Scalar, State, Tree
 
 @operation("checked")
 def checked(reduction: Reduction) -> Reduction:
-    """Checks weights whose value is not known while tracing, at run time.
+    """Checks traced weights at run time.
 
-    Outside of compiled code weights are always checked. Inside, this adds the framework's own run-time check for a
-    weight that is NaN, infinite or negative: under jax.jit the function has to be wrapped by
-    jax.experimental.checkify.checkify, whose error then reports it; in tf.function it raises
+    Outside of compiled code weights are always checked. Inside, this adds a run-time check of the framework for a
+    weight that is NaN, infinite or negative. Under jax.jit, the function must be wrapped in
+    jax.experimental.checkify.checkify, whose error reports it; in tf.function it raises
     tf.errors.InvalidArgumentError (XLA drops assertions).
 
     Args:
@@ -49,7 +49,7 @@ class Checked(OnContributions):
         parsed = parse(backend, weight)
         if parsed.known is None:
             zero = backend.full((), 0, backend.dtype(parsed.array))
-            # x - x is 0 for every finite x, and NaN for NaN and the infinities.
+            # x - x is 0 for finite x, and NaN for NaN and infinities.
             finite = parsed.array - parsed.array == zero
             backend.check((parsed.array >= zero) & finite, self.name, EXPECTED, "one that is not")
         return value, weight
@@ -57,19 +57,19 @@ class Checked(OnContributions):
 
 @operation("zeroed")
 def zeroed(reduction: Reduction) -> Reduction:
-    """Gives a contribution that holds NaN or infinity anywhere the weight 0.
+    """Gives weight 0 to a contribution that has a NaN or infinity in any leaf.
 
-    As loss scaling skips a step whose gradients have overflowed, but a contribution at a time: in a list one tree, over
-    replicas that of each replica. All leaves of the contribution are left out, the finite ones too, so that a mean
-    divides by what was counted.
+    As loss scaling skips steps whose gradients overflow, but for single contributions: for a tree of a list, or the
+    tree of a replica. All leaves of the contribution are skipped, even finite ones, and a mean divides by the sum of
+    the weights of the others.
 
     Args:
       reduction: any reduction of arrays.
 
     Returns:
-      A reduction with the same states. Its derivative with respect to what is left out is 0.
+      A reduction with the same states. Its derivative with respect to a skipped contribution is 0.
 
-    Bits: those of the reduction over the finite contributions alone, with the others in their places at weight 0.
+    Bits: those of the reduction with weight 0 for the skipped contributions.
 
     >>> import numpy as np, gradcombine as gc
     >>> grads = [np.float32([1, 2]), np.float32([np.inf, 0]), np.float32([3, 4])]
@@ -91,7 +91,7 @@ class Zeroed(OnContributions):
             return not is_absent(x) and dtypes.kind(backend.dtype(x)) in ("float", "complex")
 
         def is_finite(x: Array) -> Array:
-            # x - x is 0 for every finite x, and NaN for NaN and the infinities.
+            # x - x is 0 for finite x, and NaN for NaN and infinities.
             x = backend.cast(x, dtypes.working(backend.dtype(x)))
             return backend.total(backend.add(x, -x)) == backend.full((), 0, backend.dtype(x))
 
@@ -102,38 +102,38 @@ class Zeroed(OnContributions):
         if backend.concrete(finite) is not None and bool(finite):
             return value, weight
 
-        def kept(x: Leaf) -> Leaf:
-            # What is masked by its weight alone would make derivatives NaN. Integers stay, as a microbatch's number.
+        def masked(x: Leaf) -> Leaf:
+            # A weight of 0 alone would make derivatives NaN. Integers are kept, such as the index of a microbatch.
             return backend.where(finite, x, backend.full((), 0, backend.dtype(x))) if is_inexact(x) else x
 
         wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
-        return tree.unflatten(structure, map(kept, arrays)), where(backend, finite, weight, wide)
+        return tree.unflatten(structure, map(masked, arrays)), where(backend, finite, weight, wide)
 
 
 @operation("clipped")
 def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     """Clips each contribution by its global norm: ``g * min(1, max_norm / |g|)``.
 
-    What is clipped is one contribution at a time (in a list one tree, over replicas that of each replica), by the norm
-    over all its leaves together, before it is weighted: as for differentially private means, and against outliers. Of a
-    `Numbered` contribution that is its value, of a `Ratio` its numerator. To clip what a window has become, clip the
-    result.
+    Clips single contributions (a tree of a list, or the tree of a replica) before they are weighted, as for
+    differentially private means and against outliers. Clips the value of a `Numbered` contribution and the numerator of
+    a `Ratio`. To clip the gradient of a window instead, clip the result.
 
     Args:
       reduction: any reduction of float leaves.
-      max_norm: the longest that a contribution stays as it is, a positive number.
+      max_norm: the largest norm of a contribution, positive and finite.
 
     Returns:
-      A reduction with the same states. A contribution whose norm is NaN or infinite, as where squares overflow, becomes
-      NaN in every element, and so does its derivative: it has no direction. `zeroed`, inside or outside, leaves it out;
-      outside, the derivative with respect to it is 0.
+      A reduction with the same states. A contribution whose norm is NaN or infinite (also by overflow of the squares)
+      has no direction: all its elements and their derivatives become NaN. `zeroed` skips it, inside of this wrapper or
+      around it; if it is around it, the derivative with respect to the contribution is 0.
 
     Raises:
-      GradCombineError: for a ``max_norm`` that is not positive and finite; in ``update`` for leaves that are no floats.
+      GradCombineError: for a ``max_norm`` that is not positive and finite; in ``update`` for leaves that are not
+        floats.
 
-    Bits: a contribution that is not too long keeps its own. The squares are added in the order that the framework
-    chooses, in float32 at least, so the norm of n elements, and with it a clipped element, is off by at most a relative
-    ``(n / 2 + 3) u``, with u = 2**-24 in float32; a narrower leaf is then rounded once more.
+    Bits: a contribution that is not clipped keeps its bits. Squares are added in an order that the framework chooses,
+    in at least float32, so the relative error of the norm of n elements, and of a clipped element, is at most
+    ``(n / 2 + 3) u``, with u = 2**-24 in float32; narrower leaves are rounded once more.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.clipped(gc.reductions.mean(), 5), [np.float32([3, 4]), np.float32([30, 40])])
@@ -166,40 +166,36 @@ class Clipped(OnContributions):
         dtype = backend.dtype(norm)
         one, most = (backend.full((), x, dtype) for x in (1, self.max_norm))
         finite = backend.add(norm, -norm) == backend.full((), 0, dtype)
-        # Divided by no 0, of which the derivative would be NaN. No array: JAX looks for NaN where one is made.
-        long = norm > most
-        factor = backend.where(long, backend.divide(most, backend.where(long, norm, one)), one)
+        # Never divides by 0, as the derivative would be NaN.
+        exceeds = norm > most
+        factor = backend.where(exceeds, backend.divide(most, backend.where(exceeds, norm, one)), one)
+        # NaN as a NumPy scalar: jax_debug_nans raises for a new array that is NaN.
         factor = backend.where(finite, factor, dtype.type(np.nan))
 
-        def short(leaf: Leaf) -> Leaf:
+        def clip(leaf: Leaf) -> Leaf:
             if is_absent(leaf):
                 return leaf
             x = backend.asarray(leaf)
             leaf_dtype = backend.dtype(x)
-            return backend.cast(
-                scaled(backend, x, backend.cast(factor, dtypes.working(leaf_dtype)), leaf_dtype), leaf_dtype
-            )
+            leaf_factor = backend.cast(factor, dtypes.working(leaf_dtype))
+            return backend.cast(scaled(backend, x, leaf_factor, leaf_dtype), leaf_dtype)
 
-        return rebuild(tree.unflatten(structure, map(short, leaves))), weight
+        return rebuild(tree.unflatten(structure, map(clip, leaves))), weight
 
 
 def global_norm(backend: Backend, leaves: list[Leaf], structure: tree.Structure) -> Array:
-    """``sqrt(sum of x**2)`` over all leaves, in the widest of their dtypes and at least float32.
-
-    Raises:
-      GradCombineError: for a leaf that is not a float.
-    """
+    """``sqrt(sum of x**2)`` over all leaves, in `norm_dtype`."""
     dtype = norm_dtype(leaves, structure)
     arrays = [backend.cast(backend.asarray(leaf), dtype) for leaf in leaves if not is_absent(leaf)]
     zero, one = (backend.full((), x, dtype) for x in (0, 1))
     squares = reduce(backend.add, (backend.total(backend.product(x, x)) for x in arrays), zero)
-    # The derivative of the root is infinite at 0, where that of the norm is taken to be 0.
-    none = squares == zero
-    return backend.where(none, zero, backend.sqrt(backend.where(none, one, squares)))
+    # Avoids the infinite derivative of sqrt at 0; that of the norm is defined as 0.
+    is_zero = squares == zero
+    return backend.where(is_zero, zero, backend.sqrt(backend.where(is_zero, one, squares)))
 
 
 def norm_dtype(leaves: list[Leaf], structure: tree.Structure) -> np.dtype:
-    """The dtype of `global_norm`, for leaves that may be specs."""
+    """The widest dtype of the leaves or specs, at least float32; raises for a leaf that is not a float."""
     dtype = dtypes.FLOAT32
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if is_absent(leaf):
@@ -213,17 +209,17 @@ def norm_dtype(leaves: list[Leaf], structure: tree.Structure) -> np.dtype:
 
 @operation("sparse_as_dense")
 def sparse_as_dense(reduction: Reduction) -> Reduction:
-    """Makes row-sparse contributions dense before they are combined.
+    """Converts row-sparse contributions to dense arrays before they are combined.
 
-    For sums of sparse and dense contributions, and where so many rows occur that a dense state is smaller. The result
-    is dense, as that of tf.AggregationMethod is for mixed terms.
+    For sums of sparse and dense contributions, and for so many rows that a dense state is smaller. The result is dense,
+    like that of tf.AggregationMethod for mixed terms.
 
     Args:
       reduction: any reduction of arrays.
 
     Returns:
-      A reduction with the same states, whose ``init`` and ``update`` make every `gradcombine.sparse.RowSparse`,
-      tf.IndexedSlices and BCOO dense.
+      A reduction with the same states, whose ``init`` and ``update`` convert `gradcombine.sparse.RowSparse`,
+      tf.IndexedSlices and BCOO leaves.
 
     Bits: those of the reduction over `gradcombine.sparse.to_dense` of the contributions.
 
@@ -251,14 +247,14 @@ class SparseAsDense(OnContributions):
     @operation()
     def init(self, like: Tree) -> State:
         leaves, structure = tree.flatten(like, is_row_sparse)
-        return self.of.init(tree.unflatten(structure, map(_whole, leaves)))
+        return self.of.init(tree.unflatten(structure, map(_dense_like, leaves)))
 
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         return densify(value), weight
 
 
-def _whole(leaf: Leaf) -> Leaf:
-    """A dense array like a row-sparse one, which may be of specs; any other leaf itself."""
+def _dense_like(leaf: Leaf) -> Leaf:
+    """Dense zeros for a row-sparse leaf of arrays or specs; other leaves unchanged."""
     slices = row_slices(leaf)
     if slices is None:
         return leaf

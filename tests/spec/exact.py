@@ -112,7 +112,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def at_once(reduction: Any, state: Any, trees: Sequence[Any], weights: Sequence[Any]) -> Any:
     """The state after several contributions of known weights, which the cell adds in one pass, as in a list."""
-    flat, cell = reduction._open(state), reduction.cell
+    flat, cell = reduction._flatten(state), reduction.cell
     rows = [tree.flatten_as(flat.structure, value) for value in trees]
     backend = resolve([*flat.arrays(), *(x for row in rows for x in row)])
     parsed, totals = [parse(backend, weight) for weight in weights], Totals(state.weight, state.count)
@@ -128,4 +128,4 @@ def at_once(reduction: Any, state: Any, trees: Sequence[Any], weights: Sequence[
     for w in parsed:
         total = cell.add_weight(backend, total, w)
     count = state.count + np.int32(len([w for w in parsed if w.known != 0]))
-    return flat.closed(state, values, total, count)
+    return flat.rebuild(state, values, total, count)

@@ -110,7 +110,7 @@ def test_what_does_not_match_is_refused_and_the_state_stays_whole(case: str) -> 
 
 
 def test_a_gradient_where_none_was_announced_is_refused() -> None:
-    with pytest.raises(gc.GradCombineError, match="expected no gradient, as where the state was made"):
+    with pytest.raises(gc.GradCombineError, match="expected no gradient, as in the tree that the state was made for"):
         TWO.update(TWO.init({"e": None}), {"e": leaf(1)})
 
 

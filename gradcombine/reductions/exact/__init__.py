@@ -1,1 +1,1 @@
-"""Sums of floats in fixed-point digits: the same bits in any order, rounded once at the end."""
+"""Exact sums of floats in fixed point: the same bits in any order, rounded once at the end."""

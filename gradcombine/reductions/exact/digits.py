@@ -1,28 +1,29 @@
-"""Sums of floats in fixed-point digits, whose bits depend on the multiset of the values alone.
+"""Sums of floats as fixed-point integers, whose bits depend on the multiset of the values only.
 
-**The grid.** A bin covers 16 binary positions of the float32 range (of the float64 range 32). The window of an element
-is the bin of the largest value that it has seen, and the two below: of every value the sum keeps its digits in the
-window, truncated toward zero. What falls below the window falls there in any order, since the window never moves down.
+**The grid.** Bins of 16 binary positions divide the range of float32 (of 32 positions, that of float64). Each element
+has a window of three bins: that of the leading bit of the largest value so far, and the two below. The sum keeps the
+digits of each value in the window, truncated toward zero. The window only moves up, so the digits below it are dropped
+whatever the order of the values.
 
-**The slots.** Three integer words hold the three bins of the window: slot ``s`` holds the one with ``i % 3 == s``. Its
-bin is a monotone function of the window's, so each slot follows it by a maximum of its own, and no slot needs another:
-the update of a slot is one loop over memory, in place. The lowest bits of a word tell the bin (``i // 3``, the *tag*),
-the others are the signed sum of digits. How many fit is the grid's capacity.
+**The slots.** Three integer words hold the bins of the window: slot ``s`` holds the bin ``i`` with ``i % 3 == s``. Its
+bin is a monotone function of the window, so a slot computes it by a maximum and without the other slots: its update is
+one loop over memory, in place. The lowest bits of a word are the *tag*, ``i // 3``; the bits above are the signed sum
+of digits. The number of digits that fit is the capacity of the grid.
 
-**Values that are not finite** have the largest exponent, the only one that brings slot 0 to the last tag: there it
-counts +inf, -inf and NaN in place of digits.
+**Values that are not finite** have the largest exponent, and only they raise slot 0 to the last tag. With that tag,
+slot 0 counts +inf, -inf and NaN instead of digits.
 
-**Room for more** than a word can sum up has a second word for each slot, into which it *spills*. A slot that is
-*settled* keeps the bits of one digit of its sum; what is above goes into its spill word, in units of ``2**width`` of
-the same bin. A carry into the next bin, which is another slot, would lose what that slot drops when its bin rises
-later: then the sum would depend on when it happened. This way the two words are one long word, and what holds of a slot
-holds of both: so the sum is a function of the multiset whenever the words were settled, and after a merge, which
-settles them, each word is. A spill word has the tag of its bin as well. If the slot's tag is higher, what was spilled
-has been dropped. So a deposit touches the slots alone, until there have been `BETWEEN` of them. In the place of counts
-of +inf, -inf and NaN a settled slot 0 keeps only whether there were any.
+**Spilling.** For more terms than the capacity, each slot has a second word, into which it *spills*. To *settle* a slot
+is to keep the bits of one digit in it, and to move those above to the spill word, in units of ``2**width`` of the same
+bin. They are not carried into the next bin: another slot would keep the carry when this slot drops its bin, and the sum
+would depend on when the carry happened. As it is, the two words are one long word, so their sum depends on the multiset
+only, and so does each word after a settlement, which is part of every merge. A spill word has the tag of its bin, too:
+if the tag of the slot is higher, the spilled digits are dropped. So deposits change the slots only, and words are
+settled after every `BETWEEN` deposits. A settled slot 0 with the last tag does not count +inf, -inf and NaN, but
+records whether there were any.
 
-The sum of n values is off by at most ``(n - 1) * 2**-32 * max |x|`` (float64: ``2**-64``) before the one rounding at
-the end: the window reaches that far, or farther, below the leading bit of the largest value.
+The error of the sum of n values is at most ``(n - 1) * 2**-32 * max |x|`` (float64: ``2**-64``) before the final
+rounding, as the window extends at least that far below the leading bit of the largest value.
 
 References: J. Demmel and H. D. Nguyen, `Fast reproducible floating-point summation
 <https://doi.org/10.1109/ARITH.2013.9>`_, 2013; P. Ahrens, J. Demmel and H. D. Nguyen, `Algorithms for efficient
@@ -45,18 +46,18 @@ from gradcombine.types import Array
 
 @dataclass(frozen=True)
 class Grid:
-    """A float format, and the words that hold digits of it.
+    """A float format, and the format of the words that hold its digits.
 
-    Position 0 is the smallest subnormal number. A value with the exponent field E has the exponent
-    ``p = max(E, 1) - 1``, and is ``significand * 2**p`` of it.
+    Position 0 is that of the smallest subnormal number. A value whose exponent field is E has the exponent
+    ``p = max(E, 1) - 1``: it is ``significand * 2**p`` times the smallest subnormal number.
 
     Attributes:
       value: the float dtype.
-      word: the signed integer dtype of its width.
-      precision: the bits of a significand, the hidden one among them.
-      width: the positions of a bin: half of those of a word.
-      tag_bits: the bits of a word that tell its bin.
-      special: the tag of slot 0 that only infinities and NaN have.
+      word: the signed integer dtype of the same width.
+      precision: the number of bits of a significand, including the hidden bit.
+      width: the number of positions of a bin: half the bits of a word.
+      tag_bits: the number of bits of the tag.
+      special: the tag of slot 0 for infinities and NaN.
     """
 
     value: np.dtype
@@ -72,7 +73,7 @@ class Grid:
 
     @cached_property
     def capacity(self) -> int:
-        """The digits that a word can sum up, below the sign and above the tag."""
+        """The number of digits that a word can sum, below the sign bit and above the tag."""
         return 1 << (self.bits - 1 - self.tag_bits - self.width)
 
     @cached_property
@@ -87,27 +88,27 @@ class Grid:
 
     @cached_property
     def negative(self) -> int:
-        """Where slot 0 counts -inf, above the count of +inf; a NaN counts as one of each."""
+        """A -inf in the count of slot 0, which is above the count of +inf; a NaN counts as one of each."""
         return 1 << ((self.bits - self.tag_bits) // 2)
 
     @cached_property
     def most(self) -> int:
-        """The bits of a float without its sign."""
+        """The mask of a float's bits without the sign."""
         return (1 << (self.bits - 1)) - 1
 
     @cached_property
     def hidden(self) -> int:
-        """The hidden bit of a significand: the lowest one of the exponent field."""
+        """The hidden bit of a significand, which is the lowest bit of the exponent field."""
         return 1 << (self.precision - 1)
 
     @cached_property
     def half(self) -> int:
-        """The bits of the lower half of a significand: products of halves, and sums of a few, fit a word."""
+        """The number of bits of the lower half of a significand: a word holds a sum of a few products of halves."""
         return (self.precision + 1) // 2
 
     @cached_property
     def lower(self) -> int:
-        """The mask of the lower bits of a product of significands, below the precision's."""
+        """The mask of the lower half of a product of significands."""
         return (1 << 2 * self.half) - 1
 
     @cached_property
@@ -122,20 +123,20 @@ class Grid:
 
     @cached_property
     def top(self) -> int:
-        """The exponent p of infinities and NaN; that of finite values is less."""
+        """The exponent p of infinities and NaN; finite values have smaller ones."""
         return (self.infinity >> (self.precision - 1)) - 1
 
     @cached_property
     def _shift(self) -> int:
-        """``(p + _shift) // width`` is the bin of the leading bit: so much that infinities begin the bin of a tag."""
+        """The bin of the leading bit is ``(p + _shift) // width``; chosen so that infinities start a bin of slot 0."""
         return self.special * 3 * self.width - self.top
 
     def lowest(self, s: int) -> int:
-        """The lowest position of slot s at tag 0."""
+        """The lowest position of slot s with tag 0."""
         return self.width * s - (self._shift - self.precision + 1)
 
     def tag_of(self, backend: Backend, exponent: Array, s: int) -> Array:
-        """``(exponent + shift - width * s) // (3 * width)`` without a division, which is exact for every exponent."""
+        """``(exponent + shift - width * s) // (3 * width)`` by a multiplication, exact for every exponent."""
         factor = -(-(1 << 20) // (3 * self.width))
         return backend.shift_right(exponent * factor + (self._shift - self.width * s) * factor, 20)
 
@@ -145,23 +146,23 @@ FLOAT64 = Grid(np.dtype(np.float64), np.dtype(np.int64), precision=53, width=32,
 
 
 def grid_for(dtype: np.dtype) -> Grid:
-    """The grid for contributions, or of words, of this dtype: that of float64 for 64 bits, else that of float32."""
+    """The grid of contributions or words of this dtype: FLOAT64 for 64 bits, else FLOAT32."""
     return FLOAT64 if dtype.itemsize == 8 else FLOAT32
 
 
 SPILLED_CAPACITY = 1 << 26
-"""The deposits that are counted where the digits of float32 spill."""
+"""The capacity of float32 digits that spill."""
 
 BETWEEN = FLOAT32.capacity // 2
-"""The deposits after which words are settled: a slot has room for that many and as many again."""
+"""The number of deposits after which words are settled: half of those that a slot has room for."""
 
 
 class Digits(NamedTuple):
-    """The sums of every element, int32 or int64. All 0: no value, or only zeros.
+    """The sum of each element, in int32 or int64 words, which are all 0 for no values and for zeros only.
 
     Attributes:
-      slots: three.
-      spills: the spill word of each slot; empty where there are none.
+      slots: the three slots.
+      spills: the spill word of each slot; empty if the digits do not spill.
     """
 
     slots: tuple[Array, ...]
@@ -181,21 +182,21 @@ class Digits(NamedTuple):
 
 
 class Lower(NamedTuple):
-    """The lower bits of a number that are too many for one word, ``significand * 2**exponent`` of the same unit."""
+    """The lower bits of a number that does not fit a word: ``significand * 2**exponent`` in the unit of `Decoded`."""
 
     exponent: Array
     significand: Array
 
 
 class Decoded(NamedTuple):
-    """A number, ``significand * 2**exponent`` times the smallest subnormal float.
+    """A number: ``significand * 2**exponent`` times the smallest subnormal float.
 
     Attributes:
-      magnitude: the bits of the float without its sign, where it is not finite; else less than those of infinity.
-      exponent: of a number below the normal range it may be negative.
-      significand: of the precision's bits.
+      magnitude: the bits without sign of an infinity or NaN; for finite numbers, any smaller integer.
+      exponent: may be negative.
+      significand: an integer of at most ``Grid.precision`` bits.
       sign: 0 or -1.
-      lower: further bits, below the significand's.
+      lower: the bits below those of the significand, if there are more.
     """
 
     magnitude: Array
@@ -210,24 +211,24 @@ def grid_of(backend: Backend, digits: Digits) -> Grid:
 
 
 def deposit(backend: Backend, grid: Grid, digits: Digits, values: Sequence[Decoded]) -> Digits:
-    """Adds numbers, all in one pass over the slots; of digits that spill there is room for `BETWEEN`, once settled."""
+    """Adds numbers in one pass over the slots; to digits that spill, at most `BETWEEN` after they were settled."""
 
     def slot(word: Array, s: int) -> Array:
-        tag, added = arriving(backend, grid, word & grid.tag, values, s)
-        return backend.where((word & grid.tag) < tag, tag, word) + added
+        tag, total = _slot_terms(backend, grid, word & grid.tag, values, s)
+        return backend.where((word & grid.tag) < tag, tag, word) + total
 
     return Digits(tuple(slot(word, s) for s, word in enumerate(digits.slots)), digits.spills)
 
 
 def merge(backend: Backend, grid: Grid, a: Digits, b: Digits) -> Digits:
-    """Adds two sums: in each slot the higher bin stays, and two equal ones are added. The words are settled."""
+    """Adds two sums and settles the words: each slot keeps the higher bin, or the sum of equal ones."""
     tags = [backend.maximum(x & grid.tag, y & grid.tag) for x, y in zip(a.slots, b.slots, strict=True)]
     left, right = aligned(backend, grid, a, tags), aligned(backend, grid, b, tags)
     return tagged(backend, grid, tags, [x + y for x, y in zip(left, right, strict=True)])
 
 
 def aligned(backend: Backend, grid: Grid, digits: Digits, tags: Sequence[Array]) -> tuple[Array, ...]:
-    """Settled words without their tags, 0 where the slot's tag is not this one."""
+    """The settled words without tags; 0 for slots of other tags than these."""
     digits, zero = settle(backend, grid, digits), backend.full((), 0, grid.word)
     stays = [(word & grid.tag) == tag for word, tag in zip(digits.slots, tags, strict=True)]
     slots = [word - tag for word, tag in zip(digits.slots, tags, strict=True)]
@@ -236,7 +237,7 @@ def aligned(backend: Backend, grid: Grid, digits: Digits, tags: Sequence[Array])
 
 
 def tagged(backend: Backend, grid: Grid, tags: Sequence[Array], words: Sequence[Array]) -> Digits:
-    """Digits with these tags, settled, from words without: sums above the bits of the tags, and what is spilled."""
+    """Settled digits with these tags, from words without tags as `aligned` returns them, or sums of them."""
     slots, spills = words[:3], words[3:]
     if not spills:
         return Digits(tuple(word + tag for word, tag in zip(slots, tags, strict=True)))
@@ -245,7 +246,7 @@ def tagged(backend: Backend, grid: Grid, tags: Sequence[Array], words: Sequence[
 
 
 def settle(backend: Backend, grid: Grid, digits: Digits) -> Digits:
-    """Settles the words: carries are propagated, the value stays."""
+    """Settles the words, which keeps the value."""
     if not digits.spills:
         return digits
     tags = [word & grid.tag for word in digits.slots]
@@ -254,13 +255,22 @@ def settle(backend: Backend, grid: Grid, digits: Digits) -> Digits:
 
 
 def spilled(backend: Backend, grid: Grid, digits: Digits) -> list[Array]:
-    """The digits that the slots have spilled, without tags."""
+    """The spill words without tags; 0 for spill words of a lower tag than their slot."""
     zero, pairs = backend.full((), 0, grid.word), zip(digits.slots, digits.spills, strict=bool(digits.spills))
     return [backend.where(((a ^ b) & grid.tag) == 0, backend.shift_right(b, grid.tag_bits), zero) for a, b in pairs]
 
 
 def _settled(backend: Backend, grid: Grid, tag: Array, total: Array, spilled: Array, s: int) -> tuple[Array, Array]:
-    """The two words of slot s with this tag, this sum above the bits of the tag, and what is spilled without a tag."""
+    """The settled slot s and its spill word.
+
+    Args:
+      backend: the backend of the arrays.
+      grid: the grid of the words.
+      tag: the tag of the slot.
+      total: the sum of digits, above the bits of the tag.
+      spilled: the spill word without tag.
+      s: the index of the slot.
+    """
     word = tag | (total & (grid.digit << grid.tag_bits))
     spilled = spilled + backend.shift_right(total, grid.width + grid.tag_bits)
     spill = backend.shift_left(spilled, grid.tag_bits) | tag
@@ -274,7 +284,7 @@ def _settled(backend: Backend, grid: Grid, tag: Array, total: Array, spilled: Ar
 
 
 def decode(backend: Backend, grid: Grid, x: Array) -> Decoded:
-    """A float's parts."""
+    """Splits a float into its parts."""
     bits = backend.bitcast(x, grid.word)
     magnitude = bits & grid.most
     # Subnormal numbers share the exponent of the smallest normal ones, and have no hidden bit.
@@ -284,35 +294,41 @@ def decode(backend: Backend, grid: Grid, x: Array) -> Decoded:
 
 
 def normal(backend: Backend, grid: Grid, magnitude: Array) -> tuple[Array, Array]:
-    """Significand and exponent of a float's bits without sign. The leading bit is set, except for zero."""
-    tiny = magnitude < grid.hidden
+    """The significand and exponent of a float from its bits without sign; the leading bit is set except for zero."""
+    subnormal = magnitude < grid.hidden
+    # The bits of a subnormal number are an integer, which its conversion to a float normalizes.
     as_float = backend.bitcast(backend.cast(magnitude, grid.value), grid.word)
-    scaled = backend.where(tiny, as_float, magnitude)
-    down, one, none = (backend.full((), n, grid.word) for n in (grid.unit + 1, 1, 0))
-    exponent = backend.shift_right(scaled, grid.precision - 1) - backend.where(tiny, down, one)
-    # Only of zero is the field of the exponent still 0.
-    leading = backend.where(scaled < grid.hidden, none, backend.full((), grid.hidden, grid.word))
+    scaled = backend.where(subnormal, as_float, magnitude)
+    down, one, zero = (backend.full((), n, grid.word) for n in (grid.unit + 1, 1, 0))
+    exponent = backend.shift_right(scaled, grid.precision - 1) - backend.where(subnormal, down, one)
+    # After that only zero has the exponent field 0.
+    leading = backend.where(scaled < grid.hidden, zero, backend.full((), grid.hidden, grid.word))
     return (scaled & (grid.hidden - 1)) | leading, exponent
 
 
-def arriving(backend: Backend, grid: Grid, kept: Array, values: Sequence[Decoded], s: int) -> tuple[Array, Array]:
-    """The addends of slot s, whose tag is ``kept``: the tag of the largest of them, and the sum of the digits in
-    the bin of the higher of both tags, above the bits of the tag."""
+def _slot_terms(
+    backend: Backend, grid: Grid, slot_tag: Array, values: Sequence[Decoded], s: int
+) -> tuple[Array, Array]:
+    """The terms of slot s, whose tag is ``slot_tag``.
+
+    Returns:
+      The tag of the largest value, and the sum, above the bits of the tag, of the digits in the bin of the higher tag.
+    """
     largest = values[0].exponent
     for value in values[1:]:
         largest = backend.maximum(largest, value.exponent)
     tag = grid.tag_of(backend, largest, s)
-    position = backend.maximum(kept, tag) * (3 * grid.width) + (grid.lowest(s) - grid.tag_bits)
+    position = backend.maximum(slot_tag, tag) * (3 * grid.width) + (grid.lowest(s) - grid.tag_bits)
     total = None
     for value in values:
         digit = _digit(backend, grid, value, position)
-        added = _counted(backend, grid, value, digit) if s == 0 else digit
-        total = added if total is None else total + added
+        term = _counted(backend, grid, value, digit) if s == 0 else digit
+        total = term if total is None else total + term
     return tag, total
 
 
 def _digit(backend: Backend, grid: Grid, value: Decoded, position: Array) -> Array:
-    """The value's signed digit in the bin at a position, above the tag; 0 where the bin is above the value."""
+    """The signed digit of the value in the bin at a position, above the tag; 0 if the bin is above the value."""
     digit = _bits_at(backend, grid, value, position)
     if value.lower is not None:
         digit = digit | _bits_at(backend, grid, value.lower, position)
@@ -328,9 +344,9 @@ def _bits_at(backend: Backend, grid: Grid, value: Decoded | Lower, position: Arr
 
 
 def _counted(backend: Backend, grid: Grid, value: Decoded, digit: Array) -> Array:
-    """In slot 0: a value that is not finite counts in place of its digit."""
+    """The term of slot 0: the digit, or the count of an infinity or NaN."""
     counts = (1, grid.negative, 1 + grid.negative)
-    one, many, both = (backend.full((), n << grid.tag_bits, grid.word) for n in counts)
-    infinite = backend.where(value.sign < 0, many, one)
-    special = backend.where(value.magnitude > grid.infinity, both, infinite)
+    positive, negative, nan = (backend.full((), n << grid.tag_bits, grid.word) for n in counts)
+    infinite = backend.where(value.sign < 0, negative, positive)
+    special = backend.where(value.magnitude > grid.infinity, nan, infinite)
     return backend.where(value.magnitude >= grid.infinity, special, digit)

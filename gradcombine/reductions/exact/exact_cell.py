@@ -1,4 +1,4 @@
-"""Exact sums: the same bits for any order, any grouping, any number of replicas, in every framework."""
+"""The cell of exact sums and means: the same bits for any order, grouping and number of replicas, on every backend."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gradcombine.reductions.exact.weighted import (
     deposits,
     limited,
     linked,
+    not_differentiable,
     of_weight,
-    refusing,
     rounded,
     weight_parts,
     weighted,
@@ -31,21 +31,21 @@ from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Leaf, Order
 
 BLOCK = 16
-"""The terms of one pass over the digits."""
+"""The number of terms of one pass over the digits."""
 
 _PERIOD = BETWEEN.bit_length() - 1
-"""``2**_PERIOD`` deposits may come between two settlements."""
+"""log2 of `BETWEEN`."""
 
 
 @dataclass(frozen=True)
 class Exact(Cell):
     """The cell of exact sums and means of floats; see `gradcombine.reductions.exact.digits`.
 
-    Every contribution is a multiple of a fixed unit, and integers add in any order. The one rounding is at the end: the
-    digits, divided by the exact sum of weights for a mean, to the dtype of the result.
+    Adds contributions as integers, in any order. Rounds once, to the dtype of the result: the sum, or for a mean its
+    quotient by the exact sum of weights.
 
     Attributes:
-      many: whether float32 digits spill, since their words may not hold the contributions.
+      many: whether float32 digits spill, to have room for more contributions.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Exact(Cell):
     most_replicas: int = over_replicas.MOST_REPLICAS
 
     def running(self, dtype: np.dtype) -> np.dtype:
-        # No state has the words of a wider float.
+        # `empty` raises for wider floats.
         return grid_for(dtype).word if dtype.itemsize <= 8 else dtype
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Digits:
@@ -68,37 +68,38 @@ class Exact(Cell):
         return Digits.of([backend.full(shape, 0, running, [like]) for _ in range(self._words(running))])
 
     def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Digits:
-        return self.idle(backend, self._deposited(backend, a, [x], [weight]), weight, totals)
+        return self.idle(backend, self._deposit(backend, a, [x], [weight]), weight, totals)
 
     def update_many(
         self, backend: Backend, a: Accumulator, xs: Sequence[Array | None], weights: Sequence[Weight], order: Order
     ) -> Digits:
-        # No order changes the digits.
+        # The digits do not depend on the order.
         present = [(x, w) for x, w in zip(xs, weights, strict=True) if x is not None]
         masked = [
             x if isinstance(w.zero, bool) else backend.where(w.zero, backend.full((), 0, backend.dtype(x)), x)
             for x, w in present
         ]
-        return self._deposited(backend, a, masked, [w for _, w in present])
+        return self._deposit(backend, a, masked, [w for _, w in present])
 
-    def _deposited(self, backend: Backend, a: Digits, xs: Sequence[Array], weights: Sequence[Weight]) -> Digits:
-        """The digits with these terms; several are settled in the same pass."""
+    def _deposit(self, backend: Backend, a: Digits, xs: Sequence[Array], weights: Sequence[Weight]) -> Digits:
+        """Adds weighted terms; settles the words in the same pass if there are several."""
         grid = digits.grid_of(backend, a)
         parts = [[] if w.known == 1 else _parts(backend, grid, w) for w in weights]
-        plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
-        scalars = (array for several in parts for part in several for array in part)
+        plan = tuple((w.is_integer, len(part)) for w, part in zip(weights, parts, strict=True))
+        scalars = (array for parts_of_weight in parts for part in parts_of_weight for array in part)
         return Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
 
     def idle(self, backend: Backend, a: Accumulator, weight: Weight, totals: Totals) -> Digits:
+        # The count of deposits is one for all leaves, so leaves without a gradient are settled with the others.
         if not a.spills:
             return a
-        added = deposits(backend, weight)
+        new = deposits(backend, weight)
 
         def is_due() -> Array:
             before = totals.weight.deposits
-            return backend.shift_right(before, _PERIOD) != backend.shift_right(before + added, _PERIOD)
+            return backend.shift_right(before, _PERIOD) != backend.shift_right(before + new, _PERIOD)
 
-        due = totals.once(("due", added), is_due)
+        due = totals.once(("due", new), is_due)
         return Digits.of(backend.apply_if_rare(due, _settle, (FLOAT32,), a.words))
 
     def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals) -> Digits:
@@ -111,7 +112,7 @@ class Exact(Cell):
         if self.divides:
             scalars += totals.once(("divisor", grid), lambda: rounded(backend, grid, totals.weight))
         results = backend.fused(_finish, (grid, len(a.words), output), [*a.words, *scalars])
-        return refusing(self.name, backend, results, totals.weight.link)[0]
+        return not_differentiable(self.name, backend, results, totals.weight.link)[0]
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf]) -> ExactWeight:
         word = grid_for(dtype).word
@@ -129,18 +130,18 @@ class Exact(Cell):
 
     @np.errstate(all="ignore")
     def _with_weights(self, backend: Backend, total: ExactWeight, weights: Sequence[Weight]) -> ExactWeight:
-        """The sum of weights with several more, which no order changes."""
+        """Adds weights to a sum of weights; the result does not depend on their order."""
         summed, known = self._digits(backend, total), [w for w in weights if w.known]
         grid = digits.grid_of(backend, summed)
         if known:
-            # Weights that are known while tracing are added up there.
-            words = _of_known(grid, len(summed.words), tuple((w.known, w.whole) for w in known))
+            # In NumPy, so that traced programs have a constant.
+            words = _of_known(grid, len(summed.words), tuple((w.known, w.is_integer) for w in known))
             constants = [backend.full((), word, grid.word) for word in words]
             summed = digits.merge(backend, grid, summed, Digits.of(constants))
-        summed = _deposit_all(backend, grid, summed, _weights(backend, grid, [w for w in weights if w.known is None]))
+        unknown = [w for w in weights if w.known is None]
+        summed = _deposit_all(backend, grid, summed, _weights(backend, grid, unknown))
         count = sum(deposits(backend, w) for w in weights)
-        arrays = [w.array for w in weights if w.known is None]
-        link = linked(backend, total.link, arrays) if arrays else total.link
+        link = linked(backend, total.link, [w.array for w in unknown]) if unknown else total.link
         return ExactWeight(digits.settle(backend, grid, summed), limited(backend, total.deposits + count), link)
 
     def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Leaf]) -> ExactWeight:
@@ -170,38 +171,34 @@ class Exact(Cell):
     ) -> list[Array] | None:
         most = collective.size() * deposits(backend, weight)
         plans = [over_replicas.plan(backend, a, collective.size(), most) for a in accumulators]
-        fitting = [plan for plan in plans if plan is not None]
-        if len(fitting) < len(plans):
+        possible = [plan for plan in plans if plan is not None]
+        if len(possible) < len(plans):
             return None
         weights = self._digits(backend, totals.weight)
         *tops, top = over_replicas.highest(backend, collective, [*accumulators, weights])
         _, merged = over_replicas.merged(backend, collective, [weights], [top], totals)
-        divisors = [rounded(backend, grid, merged.weight) if self.divides else () for grid, _ in fitting]
-        leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
+        divisors = [rounded(backend, grid, merged.weight) if self.divides else () for grid, _ in possible]
+        leaves = list(zip(possible, accumulators, tops, outputs, strict=True))
         results = over_replicas.finish(backend, collective, leaves, divisors)
-        return refusing(self.name, backend, results, totals.weight.link)
+        return not_differentiable(self.name, backend, results, totals.weight.link)
 
     def _digits(self, backend: Backend, total: ExactWeight) -> Digits:
-        """The digits of a sum of weights.
-
-        Raises:
-          GradCombineError: for a state of a reduction with more or less room.
-        """
+        """The digits of a sum of weights; raises for a state of a reduction with another ``max_terms``."""
         if len(total.digits.words) != self._words(digits.grid_of(backend, total.digits).word):
-            raise invalid("a state made for as many terms", total.digits.in_words)
+            raise invalid("a state for the same max_terms", total.digits.in_words)
         return total.digits
 
     @property
     def room(self) -> int | None:
-        """For how many terms sums have room, where that is more than by default."""
+        """The number of terms that float32 sums have room for; None for the default."""
         return SPILLED_CAPACITY if self.many else None
 
     def _words(self, word: np.dtype) -> int:
-        """How many words an element has."""
+        """The number of words of an element."""
         return 6 if self.many and word == FLOAT32.word else 3
 
 
-@np.errstate(all="ignore")  # words wrap around, as meant
+@np.errstate(all="ignore")  # words wrap around on purpose
 def _deposit_all(backend: Backend, grid: Grid, a: Digits, values: Sequence[Decoded]) -> Digits:
     for start in range(0, len(values), BLOCK):
         if start and start % BETWEEN == 0:
@@ -220,15 +217,15 @@ def _parts(backend: Backend, grid: Grid, weight: Weight) -> list[Part]:
 
 
 def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[Decoded]:
-    """The addends of the sum of weights, decoded."""
+    """The decoded terms of a sum of weights."""
     parts = (part for weight in weights for part in _parts(backend, grid, weight))
     return [of_weight(backend, grid, part) for part in parts]
 
 
 @lru_cache(256)
 def _of_known(grid: Grid, size: int, weights: tuple[tuple[float | None, bool], ...]) -> list[int]:
-    """The words, so many of them, of the sum of known weights: of most steps the same ones."""
-    values = _weights(NUMPY, grid, [Weight(known, None, whole, known == 0) for known, whole in weights])
+    """The ``size`` words of a sum of known weights; cached, as most steps have the same ones."""
+    values = _weights(NUMPY, grid, [Weight(known, None, is_integer, known == 0) for known, is_integer in weights])
     zeros = Digits.of([NUMPY.full((), 0, grid.word) for _ in range(size)])
     return [int(word) for word in _deposit_all(NUMPY, grid, zeros, values).words]
 
@@ -236,20 +233,21 @@ def _of_known(grid: Grid, size: int, weights: tuple[tuple[float | None, bool], .
 def _deposit(
     backend: Backend, grid: Grid, size: int, plan: tuple[tuple[bool, int], ...], *arrays: Array
 ) -> tuple[Array, ...]:
-    """The kernel of `Exact.update_many`: accumulator, contributions, and of each weight its parts.
+    """The kernel of `Exact.update_many`.
 
     Args:
-      backend: of the arrays.
-      grid: of the accumulator.
-      size: the number of the accumulator's words.
-      plan: of each weight, whether it is whole, and the number of its parts: none where it is known to be 1.
-      arrays: one after another.
+      backend: the backend of the arrays.
+      grid: the grid of the accumulator.
+      size: the number of words of the accumulator.
+      plan: for each weight, whether its type is an integer, and the number of its parts; no parts if it is known to be
+        1.
+      arrays: the words of the accumulator, the contributions, and the parts of the weights.
     """
     words, xs, scalars = arrays[:size], arrays[size : size + len(plan)], iter(arrays[size + len(plan) :])
     values: list[Decoded] = []
-    for x, (whole, count) in zip(xs, plan, strict=True):
+    for x, (is_integer, count) in zip(xs, plan, strict=True):
         parts = [Part(next(scalars), next(scalars)) for _ in range(count)]
-        values += weighted(backend, grid, backend.cast(x, grid.value), parts, whole)
+        values += weighted(backend, grid, backend.cast(x, grid.value), parts, is_integer)
     total = _deposit_all(backend, grid, Digits.of(words), values)
     return (digits.settle(backend, grid, total) if len(plan) > 1 else total).words
 
@@ -262,7 +260,7 @@ def _merge(backend: Backend, grid: Grid, *arrays: Array) -> tuple[Array, ...]:
 
 @np.errstate(all="ignore")
 def _finish(backend: Backend, grid: Grid, size: int, output: np.dtype, *arrays: Array) -> tuple[Array]:
-    """The kernel of `Exact.finish`: accumulator, whether it has had too much, and the divisor of a mean."""
+    """The kernel of `Exact.finish`; arrays: accumulator, whether the capacity is exceeded, and the mean's divisor."""
     overfull, *divisor = arrays[size:]
     wide = rounding.carry(backend, grid, Digits.of(arrays[:size]))
     result = rounding.finished(backend, grid, wide, arrays[0], divisor, output)

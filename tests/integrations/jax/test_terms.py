@@ -299,7 +299,7 @@ def changing(w: Any, x: Any) -> LossOutput:
         (returning(good, {"n": 1, "m": 1}), {"totals": "guessed"}, r"totals of \['counted', 'given'\]"),
         (returning(good, {"n": 1, "m": 1}), {"terms": {"a": "n", "b": None}}, r"\['b'\]: expected the name of"),
         (returning(good, {"n": 1, "m": 1}), {"terms": {}}, r"terms as a dict"),
-        (returning(good, {"n": 1, "m": 1}), {"reduction": reductions.sum()}, r"a mean, as reductions.mean"),
+        (returning(good, {"n": 1, "m": 1}), {"reduction": reductions.sum()}, r"a mean, from reductions.mean"),
         (returning(good, {"n": 1, "m": 1}), {"reduction": reductions.mean(), "totals": "counted"}, r"a sum, for terms"),
         (good, {"terms": None, "totals": "counted"}, r"expected terms, for totals, received none"),
     ],

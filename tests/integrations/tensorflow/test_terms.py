@@ -178,7 +178,7 @@ def test_refused() -> None:
     refused = [
         (lambda: step(totals="counted"), "totals 'given' or None"),
         (lambda: step(terms=None, totals="given"), "terms, for totals"),
-        (lambda: step(reduction=reductions.sum()), "a mean, as reductions.mean"),
+        (lambda: step(reduction=reductions.sum()), "a mean, from reductions.mean"),
         (lambda: step(reduction=reductions.mean(), totals="given"), "a sum, for terms"),
         (lambda: step(totals="given")(x, mask), "totals={...} in each call"),
         (lambda: step()(x, mask, totals={"tokens": 1, "microbatches": 1}), "totals={...} in each call"),
