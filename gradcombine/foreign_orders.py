@@ -276,10 +276,10 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: DType = FLO
     require_dtypes(trees[0], _WELFORD_DTYPES)
     require_flag("fused", fused)
     require_flag("divided", divided)
-    kept = dtypes.parse(accumulator)
-    if kept is None or kept.name not in _WELFORD_DTYPES:
+    accumulator_dtype = dtypes.parse(accumulator)
+    if accumulator_dtype is None or accumulator_dtype.name not in _WELFORD_DTYPES:
         raise invalid(f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
-    return by_leaf(trees, partial(_welford, fused=fused, accumulator=kept, divided=divided))
+    return by_leaf(trees, partial(_welford, fused=fused, accumulator=accumulator_dtype, divided=divided))
 
 
 @operation("mean_of_means")

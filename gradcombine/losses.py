@@ -141,8 +141,8 @@ def group_mean(
     if of == "tokens":
         sizes, first = _sizes(tokens.backend, ids, tokens.present)
         return tokens.ratio(tokens.over(tokens.values, sizes), first)
-    lengths, begins = tokens.sequences()
-    counts, first = _sizes(tokens.backend, ids, begins)
+    lengths, is_first = tokens.sequences()
+    counts, first = _sizes(tokens.backend, ids, is_first)
     return tokens.ratio(tokens.over(tokens.over(tokens.values, lengths), counts), first)
 
 
