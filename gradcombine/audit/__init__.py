@@ -1,4 +1,4 @@
-"""Audit of a compiled step for the machine that it will run on."""
+"""Audits a compiled step for the hardware that it will run on."""
 
 from gradcombine.audit.auditing import Audit as Audit
 from gradcombine.audit.auditing import audit, audit_file

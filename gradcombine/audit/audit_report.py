@@ -1,4 +1,4 @@
-"""Reports of audits: on a screen, as JSON, and beside an earlier one."""
+"""Reports of audits: as sections, as JSON, and compared with a baseline."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from gradcombine.reporting.earlier import read_earlier
 from gradcombine.reporting.sections import Cells, Section
 
 VERSION = 1
-"""Of the JSON."""
+"""Version of the JSON format."""
 
 STATUS = {True: 0, False: 1, None: 2}
-"""The exit status of each answer; None: undecided. 2 is also for what cannot be read, 3 for a target's memory."""
+"""Exit status by whether the audit passes; None: undecided. 2 also means unreadable input, 3 out of memory."""
 
 COMPARED = ("moved", "sent", "flops", "temporary")
-"""Totals of a report that a later one must not exceed."""
+"""Totals that must not exceed those of the baseline."""
 
 NO_COST = (0.0,) * 5
-"""Of findings that are not there."""
+"""Costs for a defect without findings."""
 
 
 def sections(report: Audit) -> list[Section]:
-    """All of a report; the findings are last, where a reader of a terminal looks."""
+    """The sections of a terminal report; the findings come last, next to the prompt."""
     parts = [_totals(report), _bound(report), _collectives(report), *_branches(report)]
-    return [*parts, *_unread(report), *_found(report)]
+    return [*parts, *_unread(report), *_findings(report)]
 
 
 def page_sections(
     reports: Sequence[Audit], fail_on: frozenset[str], worse: Sequence[str] | None = None
 ) -> list[Section]:
-    """The sections of a page: the result of `worse`, all programs, and in full those with findings."""
+    """The sections of a page: the result of `worse`, a table of all programs, and details of those with findings."""
     parts, shown = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
     if worse:
         parts.append(Section("Worse than before", columns=("what",), rows=[Cells((x,), False) for x in worse]))
@@ -54,7 +54,7 @@ def page_sections(
         parts += [
             _bound(one),
             Section(title, charts=[drawing]) if drawing else Section(title, undrawn),
-            *_found(one),
+            *_findings(one),
             _collectives(one),
             *_branches(one),
             _totals(one),
@@ -65,7 +65,7 @@ def page_sections(
 
 
 def explanations() -> dict[str, str]:
-    """Explanations of the findings, in Markdown: what each means, how it looks and what to do."""
+    """Explanations of the findings in Markdown, by name."""
     _, *parts = (Path(__file__).parent / "findings.md").read_text(encoding="utf-8").split("\n## ")
     return {name: text.strip() for name, _, text in (part.partition("\n") for part in parts)}
 
@@ -92,42 +92,42 @@ def _unread(report: Audit) -> list[Section]:
     return [Section("Not read", "; ".join(report.unread))] if report.unread else []
 
 
-def _found(report: Audit) -> list[Section]:
+def _findings(report: Audit) -> list[Section]:
     if not report.findings:
         return []
-    rows = [_finding(report, *alike) for alike in _alike(report.findings)]
+    rows = [_finding(report, *pair) for pair in _merged(report.findings)]
     return [Section("Findings", columns=("finding", "times", "cost", "at the bound"), rows=rows, whole=True)]
 
 
 def passes(report: Audit, fail_on: frozenset[str]) -> bool | None:
-    """Whether a program has none of the defects to fail on; None where they may be in what could not be read."""
+    """Whether a program has none of the defects to fail on; None if they may be in parts that could not be read."""
     if any(x.name in fail_on for x in report.findings):
         return False
     return None if fail_on.intersection(report.undecided) else True
 
 
 def passes_of_all(reports: Iterable[Audit], fail_on: frozenset[str]) -> bool | None:
-    """`passes` of all of them: the worst."""
+    """The worst answer of `passes`."""
     answers = {passes(one, fail_on) for one in reports}
     return False if False in answers else None if None in answers else True
 
 
 def verdict(report: Audit, fail_on: frozenset[str]) -> str:
-    """One line."""
-    left = [name for name in report.undecided if name in fail_on]
-    unknown = f"; cannot tell of {', '.join(left)}" if left else ""
+    """A one-line summary of an audit."""
+    undecided = [name for name in report.undecided if name in fail_on]
+    unknown = f"; cannot tell of {', '.join(undecided)}" if undecided else ""
     total, judged = len(report.findings), len(report.judged)
     if not total:
         of_all = "" if judged == len(RULES) else f" of {len(RULES)}"
-        answer = "nothing found" if left else "clean"
+        answer = "nothing found" if undecided else "clean"
         return f"{report.name}: {answer}; {judged}{of_all} defects looked for{unknown}"
     counts, failing = Counter(x.name for x in report.findings), sum(x.name in fail_on for x in report.findings)
-    found = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
-    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {found}{unknown}"
+    listed = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
+    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {listed}{unknown}"
 
 
 def verdict_of_all(reports: Sequence[Audit], fail_on: frozenset[str]) -> str:
-    """One line."""
+    """A one-line summary of several audits."""
     if len(reports) == 1:
         return verdict(reports[0], fail_on)
     answers = Counter(passes(one, fail_on) for one in reports)
@@ -137,10 +137,10 @@ def verdict_of_all(reports: Sequence[Audit], fail_on: frozenset[str]) -> str:
 
 @operation("audit")
 def names(text: str | None) -> frozenset[str]:
-    """The findings named by ``--fail-on``, separated by commas; all of them where it is not given.
+    """Parses the comma-separated names of ``--fail-on``; None means all of them.
 
     Raises:
-      GradCombineError: a name that no finding has.
+      GradCombineError: for an unknown name.
     """
     chosen = frozenset(RULES) if text is None else frozenset(x.strip() for x in text.split(",") if x.strip())
     if unknown := sorted(chosen - set(RULES)):
@@ -149,17 +149,17 @@ def names(text: str | None) -> frozenset[str]:
 
 
 def as_json(reports: Sequence[Audit]) -> dict[str, Any]:
-    """Everything, with sizes in bytes and times in seconds."""
+    """The full reports as JSON, with sizes in bytes and times in seconds."""
     return {"version": VERSION, "programs": [_one(report) for report in reports]}
 
 
 class Measured(NamedTuple):
-    """The figures of a program's report that are compared with an earlier one.
+    """Figures of a program that are compared with a baseline.
 
     Attributes:
-      totals: by the names in `COMPARED`; None where only HLO was read.
-      costs: of all findings of a name: how many, and how often, what they move, send and compute.
-      undecided: the defects that may be in what was not read.
+      totals: by the names in `COMPARED`; None if unknown.
+      costs: sums over the findings of each name: their number, times, bytes moved, bytes sent and flops.
+      undecided: names of the defects that may be in parts that were not read.
     """
 
     totals: dict[str, float | None]
@@ -168,38 +168,38 @@ class Measured(NamedTuple):
 
 
 Baseline = dict[tuple[str, str, int], Measured]
-"""By the program's name, its target, and how many of that name come before it."""
+"""Figures by a program's name, its target, and its index among the programs with both."""
 
 
 @operation("audit")
 def read_baseline(path: Path) -> Baseline:
-    """An earlier report, from the file that ``--json`` wrote.
+    """Reads an earlier report that ``--json`` wrote.
 
     Raises:
-      GradCombineError: a file that cannot be read, or of another form or version.
+      GradCombineError: for a file that cannot be read, or is of another form or version.
     """
     return read_earlier(path, VERSION, lambda content: _measured(content["programs"]))
 
 
 @operation("audit")
 def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: frozenset[str]) -> list[str]:
-    """Lists what has become worse since an earlier report of the same programs, one line each.
+    """Lists regressions since an earlier report of the same programs, one per line.
 
     Args:
-      reports: those of today.
-      baseline: what `read_baseline` gave.
-      fail_on: the names of findings that count.
+      reports: the current reports.
+      baseline: the result of `read_baseline`.
+      fail_on: names of findings that count.
 
     Raises:
-      GradCombineError: a program that the baseline lacks, with which nothing can be compared.
+      GradCombineError: for a program that the baseline lacks.
     """
     lines = list[str]()
-    for (name, target, place), now in _measured([_one(report) for report in reports]).items():
-        before = baseline.get((name, target, place))
+    for (name, target, index), now in _measured([_one(report) for report in reports]).items():
+        before = baseline.get((name, target, index))
         if before is None:
             known = ", ".join(dict.fromkeys(f"{name} on {target}" for name, target, _ in baseline)) or "no program"
             raise invalid(f"a baseline of {name} on {target}", known)
-        lines += [f"{name}: {line}" for line in _compared(now, before, fail_on)]
+        lines += [f"{name}: {line}" for line in _regressions(now, before, fail_on)]
     return lines
 
 
@@ -240,7 +240,7 @@ def _one(report: Audit) -> dict[str, Any]:
 
 
 def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
-    found, seen = Baseline(), Counter[tuple[str, str]]()
+    measured, seen = Baseline(), Counter[tuple[str, str]]()
     for program in programs:
         costs = dict[str, tuple[float, ...]]()
         for x in program["findings"]:
@@ -248,19 +248,19 @@ def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
             costs[x["name"]] = tuple(map(sum, zip(costs.get(x["name"], NO_COST), cost, strict=True)))
         totals = {name: None if program[name] is None else _finite(program[name]) for name in COMPARED}
         key = program["name"], program["target"]
-        found[*key, seen[key]] = Measured(totals, costs, frozenset(map(str, program.get("undecided", ()))))
+        measured[*key, seen[key]] = Measured(totals, costs, frozenset(map(str, program.get("undecided", ()))))
         seen[key] += 1
-    return found
+    return measured
 
 
 def _finite(number: float) -> float:
-    """Nothing is worse than NaN, or than infinity."""
-    if not math.isfinite(found := float(number)):
+    # With NaN or infinity in the baseline, no cost would count as worse.
+    if not math.isfinite(cost := float(number)):
         raise ValueError(f"{number!r} is no cost")
-    return found
+    return cost
 
 
-def _compared(now: Measured, before: Measured, fail_on: frozenset[str]) -> Iterator[str]:
+def _regressions(now: Measured, before: Measured, fail_on: frozenset[str]) -> Iterator[str]:
     for name, total in now.totals.items():
         earlier = before.totals[name]
         if total is not None and earlier is not None and total > earlier:
@@ -297,8 +297,8 @@ def _bound(report: Audit) -> Section:
     if not known:
         return Section(title, f"none: no rates are published for {report.target.name}")
     name = max(known, key=lambda x: known[x])
-    left = "" if len(known) == len(report.bounds) else "; what is not published is left out"
-    note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s one after the other{left}"
+    omitted = "" if len(known) == len(report.bounds) else "; what is not published is left out"
+    note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s one after the other{omitted}"
     rows = [
         Cells((name, "" if bound.seconds is None else f"{bound.seconds:.3g}", bound.arithmetic))
         for name, bound in report.bounds.items()
@@ -311,12 +311,12 @@ def _branches(report: Audit) -> list[Section]:
     return [Section("Loops and branches", columns=("what", "how often", "source"), rows=rows)] if rows else []
 
 
-def _alike(findings: Sequence[Finding]) -> Iterator[tuple[Finding, int]]:
-    """Findings of which the same is to be said as one with all their costs, and how many they are."""
-    grouped = defaultdict[tuple[str, str, str], list[Finding]](list)
+def _merged(findings: Sequence[Finding]) -> Iterator[tuple[Finding, int]]:
+    """Merges findings with equal name, text and source; yields each with the sum of their costs and their number."""
+    groups = defaultdict[tuple[str, str, str], list[Finding]](list)
     for x in findings:
-        grouped[x.name, x.what, x.source].append(x)
-    for key, group in grouped.items():
+        groups[x.name, x.what, x.source].append(x)
+    for key, group in groups.items():
         costs = zip(*(x[len(key) :] for x in group), strict=True)
         yield Finding(*key, *map(sum, costs)), len(group)
 

@@ -1,4 +1,4 @@
-"""Compiles a step and reports what it does."""
+"""Compiles a step, and reports its costs and defects."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from gradcombine.types import Tree
 
 
 class Audit(NamedTuple):
-    """The work of one call of a compiled program on each device.
+    """The report of a program: its work per call on each device, and its defects.
 
     Attributes:
       name: of the program.
-      target: what it was compiled for.
-      program: its HLO; the graph of a tf.function that XLA does not compile.
-      memory: None where only HLO was read.
-      findings: the defects.
-      turns: bytes moved in loops that turn more than once, in a call; None where a graph does not tell.
-      beside: bytes moved beside them.
-      flops: of matrix products and convolutions, by the bits of their types.
+      target: hardware that it was compiled for.
+      program: its HLO, or the graph of a tf.function that XLA does not compile.
+      memory: None if only HLO was read.
+      findings: defects.
+      turns: bytes moved per call inside loops of more than one iteration; None for a graph.
+      beside: bytes moved per call outside such loops; None for a graph.
+      flops: of matrix products and convolutions, by the bit width of their type; None for a graph.
     """
 
     name: str
@@ -58,34 +58,35 @@ class Audit(NamedTuple):
 
     @property
     def judged(self) -> tuple[str, ...]:
-        """The names of the defects that were looked for."""
+        """Names of the defects that were checked for."""
         return judged(self.program)
 
     @property
     def unread(self) -> list[str]:
-        """The parts of the program that could not be read."""
-        found = list[str]()
+        """Descriptions of what could not be determined from the program."""
+        parts = list[str]()
         if self.memory is None:
-            found.append("memory, and whether what is donated is reused")
+            parts.append("memory, and whether what is donated is reused")
         if isinstance(self.program, Graph):
             names = ", ".join(name for name in RULES if name not in self.judged)
-            found += ["what is moved in memory, and products", names, *self.program.unread()]
+            parts += ["what is moved in memory, and products", names, *self.program.unread()]
         elif self.program.is_unsplit:
-            found.append("how arguments are split, and so what devices repeat")
-        return found
+            parts.append("how arguments are split, and so what devices repeat")
+        return parts
 
     @property
     def undecided(self) -> list[str]:
-        """The names of the defects that may be in what could not be read."""
-        found = set(RULES).difference(self.judged)
+        """Names of the defects that may be present in parts that could not be read."""
+        undecided = set(RULES).difference(self.judged)
         if isinstance(self.program, Graph):
-            found |= set(RULES) if self.program.notes else set()
+            undecided |= set(RULES) if self.program.notes else set()
             unknown = [x for x in self.exchanges if not (x.exact and x.groups)]
-            found |= {"many-small-collectives", "repeated-collective"} if unknown else set()
+            undecided |= {"many-small-collectives", "repeated-collective"} if unknown else set()
         else:
-            found |= {"donation-lost"} if self.memory is None else set()
-            found |= {"batch-gathered", "repeated-work", "repeated-collective"} if self.program.is_unsplit else set()
-        return [name for name in RULES if name in found]
+            undecided |= {"donation-lost"} if self.memory is None else set()
+            split = {"batch-gathered", "repeated-work", "repeated-collective"}
+            undecided |= split if self.program.is_unsplit else set()
+        return [name for name in RULES if name in undecided]
 
     @property
     def exchanges(self) -> Sequence[Exchange[Any]]:
@@ -93,19 +94,19 @@ class Audit(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in a call."""
+        """Bytes that each device sends per call."""
         return sum(x.times * x.sent() for x in self.exchanges)
 
     @property
     def bounds(self) -> dict[str, Bound]:
-        """Of compute, memory and exchange: the longest is the bound of the call, where they overlap perfectly."""
+        """Lower bounds of compute, memory and exchange; the largest bounds the call if all three overlap perfectly."""
         if self.turns is None or self.beside is None or self.flops is None:
             nothing = Bound(None, "not known from a graph")
             return bounds(self.target, {}, 0, self.exchanges) | {"compute": nothing, "memory": nothing}
         return bounds(self.target, self.flops, self.turns + self.beside, self.exchanges)
 
     def seconds(self, finding: Finding) -> float | None:
-        """The cost of a finding at the bound, in seconds; None where nothing is published, or it costs no bytes."""
+        """Lower bound of the time that a finding costs, in seconds; None if its cost or the rates are unknown."""
         figures = self.target.figures
         if figures is None or not (finding.moved or finding.sent or finding.flops):
             return None
@@ -123,27 +124,25 @@ class Audit(NamedTuple):
 
 @operation("audit")
 def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
-    """Reports what a compiled step moves, copies, exchanges and repeats.
-
-    Nothing runs: a jitted function is lowered and compiled for its arguments, a tf.function is traced.
+    """Reports what a compiled step moves, copies, exchanges and repeats, without running it.
 
     Args:
-      step: a function of ``jax.jit`` or ``jax.pmap``, what its ``lower`` gives, or what ``compile`` gives of that; a
-        function of ``tf.function``, or a ``ConcreteFunction``. With ``jit_compile=True`` its HLO is read, as compiled
-        for this machine or for one device of the target, otherwise its graph.
-      *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have; of a
-        tf.function: what it is called with, or ``tf.TensorSpec``.
+      step: a function of ``jax.jit`` or ``jax.pmap``, or its lowered or compiled stage; a function of ``tf.function``,
+        or a ``ConcreteFunction``. With ``jit_compile=True`` its HLO is read, compiled for this machine or for one
+        device of the target; otherwise its graph.
+      *args: for a jitted function: arrays or ``jax.ShapeDtypeStruct`` with their shardings; for a tf.function: its
+        arguments, or ``tf.TensorSpec``.
       target: hardware to compile for, which need not be attached: the result of `find_target`, or, for functions, its
-        name. Arguments on a mesh of other devices are moved to a mesh of the same shape of the target's devices; a step
-        that holds a mesh has to be built with the target's devices.
+        name. Arguments on a mesh of other devices are moved to a mesh of the same shape with the target's devices; a
+        step that closes over a mesh has to be built with the target's devices.
 
     Returns:
       The report: ``findings`` is empty for a step without a known defect; ``undecided`` names the defects that may be
-      in a part that could not be read.
+      present in parts that could not be read.
 
     Raises:
-      GradCombineError: what cannot be compiled or read.
-      OutOfMemoryError: a step that needs more memory than the target has.
+      GradCombineError: for a step that cannot be compiled or read.
+      OutOfMemoryError: for a step that needs more memory than the target has.
 
     >>> import jax, jax.numpy as jnp
     >>> step = jax.jit(lambda window, grads: window + grads, donate_argnums=0)
@@ -153,38 +152,38 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     """
     if is_function(step):
         return _of_tensorflow(step, args, target)
-    found = find_target(target)
+    machine = find_target(target)
     if isinstance(target, str) and attribute(step, "lower") is None:
         raise invalid(A_STEP, shown(step))
-    return _audited(compile_step(step, args, found), found)
+    return _audited(compile_step(step, args, machine), machine)
 
 
 @operation("audit")
 def audit_file(path: str | Path, target: str | Target | None = None) -> list[Audit]:
-    """Reports what a program does that another tool has compiled.
+    """Audits programs that were compiled elsewhere.
 
     Args:
-      path: a file of optimized HLO, text or proto, a folder that XLA dumped to (``--xla_dump_to``), or a SavedModel.
-      target: whose published figures bound the time; nothing is compiled.
+      path: a file of optimized HLO (text or proto), a folder that XLA dumped to (``--xla_dump_to``), or a SavedModel.
+      target: hardware whose published figures bound the time. Nothing is compiled.
 
     Returns:
       One report for each program.
 
     Raises:
-      GradCombineError: what cannot be read, or is not optimized; a folder without a program.
+      GradCombineError: for a file that cannot be read or is not optimized, and a folder without a program.
     """
-    found = find_target(target, compiles=False)
+    machine = find_target(target, compiles=False)
     folder = require_path("a file of HLO, or a folder", path)
     if (saved := folder / "saved_model.pb" if folder.is_dir() else folder).name == "saved_model.pb" and saved.is_file():
         expected = "a SavedModel that can be read"
-        return foreign(expected, str(path), lambda: [_of_graph(x, found) for x in read_saved(saved)])
+        return foreign(expected, str(path), lambda: [_of_graph(x, machine) for x in read_saved(saved)])
     files = [folder]
     if folder.is_dir():
         texts = sorted(folder.glob("*after_optimizations.txt"))
         files = texts or sorted((*folder.glob("*after_optimizations*.pb"), *folder.glob("*.hlo.pb")))
         if not files:
             raise invalid("a folder with files *after_optimizations.txt or .pb", str(path))
-    return [_audited(Built(_optimized(*pair)), found) for pair in zip(files, read(files), strict=True)]
+    return [_audited(Built(_optimized(*pair)), machine) for pair in zip(files, read(files), strict=True)]
 
 
 def _optimized(path: Path, text: str) -> Program:
@@ -197,30 +196,30 @@ def _optimized(path: Path, text: str) -> Program:
 def audit_named(
     what: str, target: str | None = None, progress: Callable[[str], None] = lambda name: None
 ) -> list[Audit]:
-    """Audits what a command line names.
+    """Audits the programs named by an argument of the command line.
 
     Args:
-      what: a file or a folder as of `audit_file`, or "module:callable". The callable returns a function of
-        ``jax.jit`` or ``tf.function`` and a tuple of its arguments, or one that is lowered, compiled or traced already.
-        If it has a parameter named devices, or one without a default, it is called with the target's devices, of which
-        it makes its mesh.
+      what: a file or folder as for `audit_file`, or "module:callable". The callable returns a function of ``jax.jit``
+        or ``tf.function`` and a tuple of its arguments, or a lowered, compiled or traced function. If it has a
+        parameter named devices, or one without a default, it is called with the target's devices, for its mesh.
       target: see `find_target`.
-      progress: called with the name of each step before it.
+      progress: called with a description of each stage before it starts.
 
     Returns:
       One report for each program.
 
     Raises:
-      GradCombineError: nothing of this name, a module that does not import, a callable that returns something else.
-      OutOfMemoryError: a step that needs more memory than the target has.
+      GradCombineError: if there is no such file or callable, the module fails to import, or the callable returns
+        something else.
+      OutOfMemoryError: for a step that needs more memory than the target has.
     """
     if require_path(_NAMED, what).exists():
         progress(f"reading {what}")
         return audit_file(what, target)
     progress(f"importing and calling {what}")
-    made, found = made_by("audit", what, target)
-    progress(f"compiling for {found.name}")
-    return [_audit_made(what, made, found)]
+    made, machine = made_by("audit", what, target)
+    progress(f"compiling for {machine.name}")
+    return [_audit_made(what, made, machine)]
 
 
 _NAMED = "module:callable, or a file or a folder that exists"
@@ -241,27 +240,27 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
 
 
 def made_by(verb: str, what: str, target: str | None) -> tuple[Any, Target]:
-    """The result of the callable ``what``, "module:callable", and the target that it was made for.
+    """Calls "module:callable"; returns its result, and the target.
 
-    If it has a parameter named devices, or one without a default, it is called with the target's devices.
+    If the callable has a parameter named devices, or one without a default, it is passed the target's devices.
 
     Raises:
-      GradCombineError: a module that does not import, no callable of this name, or one that raises.
+      GradCombineError: if the module fails to import, has no such callable, or the callable raises.
     """
     if target is not None:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # cross-compiling for a GPU needs none
     make = callable_named(verb, what)
-    found = find_target(target)
-    wanted = "a callable of no argument, or of the target's devices"
-    arguments = foreign(wanted, what, lambda: _devices(make, found))
-    return foreign("a callable that returns", what, lambda: make(*arguments)), found
+    machine = find_target(target)
+    expected = "a callable of no argument, or of the target's devices"
+    arguments = foreign(expected, what, lambda: _devices(make, machine))
+    return foreign("a callable that returns", what, lambda: make(*arguments)), machine
 
 
 def callable_named(verb: str, what: str) -> Callable[..., Any]:
     """Imports the callable "module:callable".
 
     Raises:
-      GradCombineError: a module that does not import, or without a callable of this name.
+      GradCombineError: if the module fails to import, or has no such callable.
     """
     module, _, name = what.partition(":") if isinstance(what, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]
     if not module or not name.isidentifier():
@@ -277,20 +276,20 @@ def callable_named(verb: str, what: str) -> Callable[..., Any]:
 
 
 def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:
-    """The arguments to call ``make`` with."""
+    """Arguments for ``make``: the target's devices if it takes them, or none."""
     signature = inspect.signature(make)
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    first = next((x for x in signature.parameters.values() if x.kind in kinds), None)
-    wants = first is not None and (first.name == "devices" or first.default is inspect.Parameter.empty)
-    arguments = (target.devices,) if wants else ()
-    signature.bind(*arguments)  # a TypeError names the parameter that is left
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    first = next((x for x in signature.parameters.values() if x.kind in positional), None)
+    takes_devices = first is not None and (first.name == "devices" or first.default is inspect.Parameter.empty)
+    arguments = (target.devices,) if takes_devices else ()
+    signature.bind(*arguments)  # raises a TypeError that names a missing argument
     return arguments
 
 
 def _of_tensorflow(step: Any, args: Sequence[Tree], target: str | Target | None) -> Audit:
-    """A graph, which needs no compiler, or what XLA makes of it: TensorFlow's own here, the target's there."""
+    """Audits a tf.function: its graph, or with jit_compile the HLO, compiled by TensorFlow or for the target."""
     machine = find_target(target, compiles=target is None)
-    expected = "a tf.function that is traced, and compiled where it asks for that, for its arguments"
+    expected = "a tf.function that can be traced (with jit_compile: compiled) for its arguments"
     function = foreign(expected, step, lambda: read_function(step, args, optimized=machine.here))
     if isinstance(function, Graph):
         return _of_graph(function, machine)
@@ -310,13 +309,13 @@ def _audited(built: Built, target: Target) -> Audit:
     """Audits a program; raises GradCombineError for HLO of an unknown form."""
     program = built.program
 
-    def counted() -> Audit:
-        flops, moved = dict[int, float](), [0, 0]
+    def report() -> Audit:
+        flops, in_loops, outside = dict[int, float](), 0, 0
         for _, loops, size, products in program.work():
-            moved[not loops] += size
+            in_loops, outside = (in_loops + size, outside) if loops else (in_loops, outside + size)
             for width, count in products.items():
                 flops[width] = flops.get(width, 0.0) + count
         findings = find(program, built.donated)
-        return Audit(program.name, target, program, built.memory, findings, moved[0], moved[1], flops)
+        return Audit(program.name, target, program, built.memory, findings, in_loops, outside, flops)
 
-    return foreign(KNOWN, program.name, counted)
+    return foreign(KNOWN, program.name, report)

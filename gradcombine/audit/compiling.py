@@ -1,5 +1,5 @@
 # pyright: standard
-"""Compiles a step for a machine, and takes in what other tools have compiled, without running either."""
+"""Compiles steps for a target, and reads HLO that was compiled elsewhere, without running either."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 KNOWN = "HLO in a form that is known"
 A_STEP = (
-    "a function of jax.jit or tf.function for its arguments (of any other: jax.jit(step) or tf.function(step); of a "
-    "Keras model: tf.function(model.train_step) for a batch)"
+    "a function of jax.jit or tf.function for its arguments (wrap any other in jax.jit or tf.function; for a Keras "
+    "model, pass tf.function(model.train_step) and a batch)"
 )
 
 
@@ -38,8 +38,8 @@ class Memory(NamedTuple):
     Attributes:
       arguments: of all arguments.
       results: of all results.
-      aliased: of the results that lie where arguments lay.
-      temporary: of what is needed beside them.
+      aliased: of results that reuse the buffers of arguments.
+      temporary: of temporary buffers.
     """
 
     arguments: int
@@ -53,12 +53,12 @@ class Memory(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A program, compiled.
+    """A compiled program.
 
     Attributes:
       program: its HLO.
-      memory: None where nothing tells.
-      donated: the numbers of the parameters that the caller donates, beside those that the program names.
+      memory: None if unknown.
+      donated: indices of donated parameters, in addition to those that the HLO names.
     """
 
     program: Program
@@ -67,36 +67,35 @@ class Built(NamedTuple):
 
 
 def compile_step(step: Any, args: Sequence[Tree], target: Target) -> Built:
-    """A jitted function for its arguments, what ``lower`` gave of it, or what ``compile`` gave of that."""
+    """Compiles a jitted function for its arguments, or its lowered stage; reads its compiled stage."""
     if attribute(step, "lower") is not None:
         from gradcombine.integrations.jax.arrays import require_levels  # only such a step needs JAX
 
         require_levels(*args)
-        step = _plain(_guarded(target, lambda: _lowered(step, args, target)))
+        step = _unwrapped(_guarded(target, lambda: _lowered(step, args, target)))
     elif args:
         raise invalid(A_STEP, shown(step))
     if attribute(step, "compile") is not None:
-        step = _tried(target, step.compile)
-    step = _plain(step)
+        step = _compiled(target, step.compile)
+    step = _unwrapped(step)
     if attribute(step, "as_text") is None or attribute(step, "memory_analysis") is None:
         raise invalid("a jitted function, or one lowered or compiled", shown(step))
-    if not target.here and (others := _kinds(step) - {device.device_kind for device in target.devices}):
-        expected = f"a step on devices of {target.name}: one that holds a mesh is built with a mesh of these"
+    if not target.here and (others := _device_kinds(step) - {device.device_kind for device in target.devices}):
+        expected = f"a step on devices of {target.name} (build a step that closes over a mesh with these devices)"
         raise invalid(expected, f"one on {', '.join(sorted(others))}")
     program = read_program(step.as_text(), "a compiled function", shardings=shardings(step))
     return Built(program, _memory(step.memory_analysis(), target), _donated(step, len(program.parameters)))
 
 
 def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) -> Built:
-    """HLO as a framework has written it, before any pass, for one device of a target."""
-
+    """Compiles unoptimized HLO for one device of a target."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # no public module compiles StableHLO
 
     def module() -> Any:
         from jax.extend.mlir import ir
         from jax.interpreters import mlir
 
-        # A copy is its operand; the dialect that all compilers read has none.
+        # StableHLO, which all compilers read, has no copy: replace it by a reshape to the same shape.
         plain: Any = hlo_parser().hlo_module_from_text(
             re.sub(r" copy\(", " reshape(", parsed(lambda: parse(hlo), name))
         )
@@ -110,44 +109,48 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
 
     device = target.devices[0]
     stablehlo = foreign(KNOWN, name, module)
-    made = _tried(target, compiled)
-    text, sizes = foreign(KNOWN, name, lambda: (made.hlo_modules()[0].to_string(), made.get_compiled_memory_stats()))
+    executable: Any = _compiled(target, compiled)
+
+    def contents() -> tuple[str, Any]:
+        return executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats()
+
+    text, sizes = foreign(KNOWN, name, contents)
     return Built(read_program(text, name, lines), _memory(sizes, target))
 
 
-def _tried(target: Target, compiled: Callable[..., T]) -> T:
-    """Compiles; tries other kernels where XLA's own choice fails."""
+def _compiled(target: Target, compile_: Callable[..., T]) -> T:
+    """Compiles; if that fails for a GPU, compiles again without Triton."""
     try:
-        return _guarded(target, compiled)
+        return _guarded(target, compile_)
     except OutOfMemoryError:
         raise
     except GradCombineError:
         if not any(device.platform in ("cuda", "gpu") for device in target.devices):
             raise
-    # Nothing tries kernels where no device is, and of some products XLA's first guess has no code.
-    return _guarded(target, lambda: compiled(compiler_options={"xla_gpu_enable_triton_gemm": False}))
+    # Without a device, XLA cannot autotune, and its default Triton kernel fails to compile for some products.
+    return _guarded(target, lambda: compile_(compiler_options={"xla_gpu_enable_triton_gemm": False}))
 
 
 def _memory(sizes: Any, target: Target) -> Memory | None:
-    """XLA's memory statistics; raises OutOfMemoryError where they exceed the target's memory."""
+    """XLA's memory statistics; raises OutOfMemoryError if they exceed the target's memory."""
     if sizes is None:
         return None
     memory = Memory(*(int(getattr(sizes, f"{x}_size_in_bytes")) for x in ("argument", "output", "alias", "temp")))
     if target.figures is not None and memory.peak > target.figures.memory:
-        lacking = memory.peak - target.figures.memory
+        excess = memory.peak - target.figures.memory
         expected = f"at most {target.figures.memory:,} bytes on a device of {target.name}"
-        raise OutOfMemoryError("audit", expected, f"{memory.peak:,}, {lacking:,} too many")
+        raise OutOfMemoryError("audit", expected, f"{memory.peak:,}, {excess:,} too many")
     return memory
 
 
-def _plain(stage: Any) -> Any:
-    """JAX's own stage, where flax.nnx.jit or equinox.filter_jit has wrapped it."""
+def _unwrapped(stage: Any) -> Any:
+    """The lowered or compiled stage of JAX inside a stage of flax.nnx.jit or equinox.filter_jit."""
     wrapped = [attribute(stage, name) for name in ("lowered", "compiled")]
     return next((x for x in wrapped if x is not None), stage)
 
 
 def _lowered(step: Any, args: Sequence[Tree], target: Target) -> Any:
-    """The step for these arguments on the target's devices: on those of its meshes, or on the first one."""
+    """Lowers the step for the target's devices: those of the arguments' meshes, or else the first one."""
     import jax
 
     with _all_frames():
@@ -159,7 +162,7 @@ def _lowered(step: Any, args: Sequence[Tree], target: Target) -> Any:
 
 @contextmanager
 def _all_frames() -> Iterator[None]:
-    """All lines of source around an operation: by default JAX keeps ten, which may all be an optimizer's."""
+    """Makes JAX record the full traceback of each operation; its default of ten frames may end in an optimizer."""
     import jax
 
     name = "jax_traceback_in_locations_limit"
@@ -172,12 +175,12 @@ def _all_frames() -> Iterator[None]:
 
 
 def _placed(x: Any, target: Target) -> Any:
-    """An array as a spec on the target's devices; anything else is left as it is, for it may be static."""
+    """Converts an array to a spec on the target's devices; other values, which may be static, stay as they are."""
     import jax
     from jax.sharding import Mesh, NamedSharding
 
     if not hasattr(x, "shape") or not hasattr(x, "dtype") or not getattr(x, "committed", True):
-        return x  # an array that is nowhere goes where the step is
+        return x  # uncommitted arrays follow the step
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
         mesh: Any = sharding.mesh
@@ -186,7 +189,7 @@ def _placed(x: Any, target: Target) -> Any:
                 raise invalid(f"a mesh of the {len(target.devices)} devices of {target.name}", f"one of {mesh.size}")
             devices = np.array(target.devices).reshape(mesh.axis_sizes)
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        # What the memory of other devices is called is not known on these.
+        # The target may not have the other memory kinds of the current devices.
         host = "pinned_host" if sharding.memory_kind == "pinned_host" else None
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=host)
     elif sharding is not None and len(sharding.device_set) > 1:
@@ -196,45 +199,45 @@ def _placed(x: Any, target: Target) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
 
 
-def _kinds(compiled: Any) -> set[str]:
-    """Of the devices that arguments and results lie on, as far as it tells."""
+def _device_kinds(compiled: Any) -> set[str]:
+    """The ``device_kind`` of the devices that hold arguments and results, as far as they are known."""
     import jax
 
-    places = [attribute(compiled, name) for name in ("input_shardings", "output_shardings")]
-    return {device.device_kind for x in jax.tree.leaves(places) for device in attribute(x, "device_set") or ()}
+    shardings = [attribute(compiled, name) for name in ("input_shardings", "output_shardings")]
+    return {device.device_kind for x in jax.tree.leaves(shardings) for device in attribute(x, "device_set") or ()}
 
 
 def shardings(compiled: Any) -> list[str]:
-    """Of the program's parameters, as HLO writes them: XLA of JAX 0.12 leaves them out of the text."""
+    """Shardings of the program's parameters in HLO's notation, which the HLO text of JAX 0.12 lacks."""
     executable: Any = getattr(compiled, "runtime_executable", lambda: None)()
-    made = getattr(executable, "get_parameter_shardings", lambda: None)()
-    return [str(hlo_parser().HloSharding.from_proto(x)) for x in made or ()]
+    protos = getattr(executable, "get_parameter_shardings", lambda: None)()
+    return [str(hlo_parser().HloSharding.from_proto(x)) for x in protos or ()]
 
 
 def _donated(compiled: Any, parameters: int) -> list[int]:
-    """The numbers of the program's parameters that were donated: arguments that nothing uses are none of them."""
+    """Indices of the program's donated parameters, which do not include unused arguments."""
     import jax
 
     information = jax.tree.leaves(attribute(compiled, "args_info"), is_leaf=lambda x: hasattr(x, "donated"))
     kept = attribute(attribute(compiled, "_executable"), "_kept_var_idx")
-    numbers = sorted(range(len(information)) if kept is None else kept)
-    # Constants that a function closes over come first.
-    first = parameters - len(numbers)
+    arguments = sorted(range(len(information)) if kept is None else kept)
+    # Parameters for constants that the function closes over come first.
+    first = parameters - len(arguments)
     if first < 0 or not information:
         return []
-    return [first + i for i, n in enumerate(numbers) if n < len(information) and information[n].donated]
+    return [first + i for i, n in enumerate(arguments) if n < len(information) and information[n].donated]
 
 
-def _guarded(target: Target, make: Callable[[], T]) -> T:
-    """Calls ``make``; turns whatever a compiler raises into GradCombineError."""
+def _guarded(target: Target, compile_: Callable[[], T]) -> T:
+    """Calls ``compile_``; translates every exception to GradCombineError."""
     try:
         with warnings.catch_warnings():
-            # The audit says it itself, with what it costs.
+            # The finding donation-lost reports this.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return make()
+            return compile_()
     except (GradCombineError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # XLA's classes are no public ones, and a function that is traced may exit
+    except BaseException as error:  # XLA's exceptions are private, and a traced function may call sys.exit
         reason = _words(error)
         if "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason:
             at = max(reason.find("Ran out of memory"), 0)
@@ -244,7 +247,7 @@ def _guarded(target: Target, make: Callable[[], T]) -> T:
 
 
 def foreign(expected: str, what: object, call: Callable[[], T]) -> T:
-    """Calls a function of the user's; turns whatever it raises, an exit too, into GradCombineError."""
+    """Calls a function; translates every exception, SystemExit included, to GradCombineError."""
     try:
         return call()
     except (GradCombineError, KeyboardInterrupt):
@@ -259,13 +262,13 @@ def _words(error: BaseException) -> str:
 
 
 def read(paths: Iterable[Path]) -> Iterator[str]:
-    """The texts of files of HLO, text or proto, as XLA's own parser has understood them.
+    """Reads HLO files, text or proto; yields their text.
 
-    That parser, which jaxlib ships, decides whether a file is whole and of a known version. It runs in a process of its
-    own, as some damaged files end the one that reads them.
+    The parser of jaxlib decides whether a file is complete and of a known version. It runs in a separate process, as
+    some damaged files crash it.
 
     Raises:
-      GradCombineError: a file is damaged, cut off, or of a version that this jaxlib does not know.
+      GradCombineError: for a file that is damaged, truncated, or of a version that this jaxlib does not know.
     """
     files = [require_file("a file of HLO", path) for path in paths]
     contents = (foreign("a file that can be read", str(file), file.read_bytes) for file in files)
@@ -279,6 +282,6 @@ def read_program(text: str, where: str, lines: Lines = no_lines, shardings: Sequ
 
 
 def parsed(read: Callable[[], str], where: str) -> str:
-    """The text of HLO, from a parser of its text or proto."""
+    """Returns ``read()``, the text of parsed HLO; translates every exception to GradCombineError."""
     require_installed("audit", "jax")
     return foreign("HLO that the installed jaxlib reads, text or proto", where, read)

@@ -1,6 +1,7 @@
-"""Dependencies between the arrays of a compiled program, through loops, branches and fusions.
+"""Data-flow graph of a compiled program, through loops, branches and fusions.
 
-Every array is a node: one leaf of one operation's result. A computation counts once, however many operations call it.
+The nodes are arrays: the leaves of the results of all operations. A computation occurs once, even if it is called
+several times.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ MOVING = {
     "collective-permute",
     "all-to-all",
 }
-"""Operations that give the values they take; with ``-start`` and ``-done`` of the same names."""
+"""Operations that only move values; includes their ``-start`` and ``-done`` variants."""
 
 LINEAR = MOVING | {"add", "subtract", "negate", "broadcast", "dynamic-update-slice", "conditional", "select"}
-"""Operations in which it does not matter whether what they take is summed before or after."""
+"""Operations that commute with sums of their operands."""
 
 CALLED = ("body", "condition", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
-"""Attributes that name computations."""
+"""Attributes that refer to computations."""
 
 Node = int
 
 
 class Place(NamedTuple):
-    """A node, spelled out."""
+    """The operation of a node, and the index of the node among the leaves of its result."""
 
     computation: str
     x: Instruction
@@ -65,7 +66,7 @@ class Place(NamedTuple):
 
 
 class Edges:
-    """Lists of nodes, one for each node, in two arrays: of edges, by the nodes that they start from."""
+    """Adjacency lists in compressed sparse row form."""
 
     def __init__(self, starts: np.ndarray, ends: np.ndarray, nodes: int) -> None:
         self._ends = ends[np.argsort(starts, kind="stable")]
@@ -76,7 +77,7 @@ class Edges:
 
 
 class Flow:
-    """The arrays of a program, what each is made of and what is made of it."""
+    """The data-flow graph of a program."""
 
     def __init__(self, module: Program) -> None:
         self.module = module
@@ -93,103 +94,103 @@ class Flow:
             for x in instructions.values()
             if x.opcode == "parameter"
         }
-        every = ((name, x) for name, instructions in module.computations.items() for x in instructions.values())
-        edges = array("i", chain.from_iterable(chain.from_iterable(starmap(self._connections, every))))
-        pairs = np.frombuffer(edges, np.intc).reshape(-1, 2)
-        self.sources = Edges(pairs[:, 1], pairs[:, 0], len(self.places))
-        self.uses = Edges(pairs[:, 0], pairs[:, 1], len(self.places))
+        pairs = ((name, x) for name, instructions in module.computations.items() for x in instructions.values())
+        edges = array("i", chain.from_iterable(chain.from_iterable(starmap(self._edges, pairs))))
+        starts, ends = np.frombuffer(edges, np.intc).reshape(-1, 2).T
+        self.sources = Edges(ends, starts, len(self.places))
+        self.uses = Edges(starts, ends, len(self.places))
 
     def node(self, computation: str, x: Instruction, leaf: int = 0) -> Node:
         return self._first[computation][x.name] + leaf
 
     def results(self, computation: str) -> range:
-        """The arrays that a computation gives."""
+        """The results of a computation."""
         return self.leaves(computation, self.module.computations[computation][self.module.roots[computation]])
 
     def reached(
         self, start: Iterable[Node], forward: bool, through: Callable[[Node], bool], within: set[str] | None = None
     ) -> set[Node]:
-        """All nodes that depend on these, or that these depend on.
+        """All nodes that are reachable from ``start``, inclusive.
 
         Args:
-          start: where to begin; these are among the answer.
-          forward: to what depends on them; otherwise to what they depend on.
-          through: whether to go on from a node.
-          within: the computations to stay in; None for all.
+          start: nodes.
+          forward: follow uses; otherwise follow operands.
+          through: whether to continue from a node outside of ``start``.
+          within: computations to stay in; None for all.
         """
-        begun, edges = set(start), self.uses if forward else self.sources
+        starts, edges = set(start), self.uses if forward else self.sources
 
         def onward(node: Node) -> Iterable[Node]:
-            if node not in begun and not through(node):
+            if node not in starts and not through(node):
                 return ()
             others = edges[node]
             return others if within is None else (x for x in others if self.places[x].computation in within)
 
-        return walk(begun, onward)
+        return walk(starts, onward)
 
     def opcode(self, node: Node) -> str:
         return self.places[node].x.opcode.removesuffix("-start").removesuffix("-done")
 
     def inner(self, computation: str) -> set[str]:
-        """A computation and all that run inside of it."""
+        """A computation, and all computations that it calls, directly or indirectly."""
         computations = self.module.computations
-        return walk([computation], lambda name: (of for x in computations[name].values() for of in x.called(*CALLED)))
+        return walk([computation], lambda name: (c for x in computations[name].values() for c in x.called(*CALLED)))
 
     def leaves(self, name: str, x: Instruction) -> range:
         first = self.node(name, x)
         return range(first, first + max(1, len(x.shapes)))
 
-    def _connections(self, name: str, x: Instruction) -> Iterator[tuple[Node, Node]]:
-        """Pairs of a node and one that is made of it."""
-        of = self.module.computations[name]
-        operands = [of[operand] for operand in x.operands]
-        nodes, given = self.leaves(name, x), [self.leaves(name, operand) for operand in operands]
+    def _edges(self, name: str, x: Instruction) -> Iterator[tuple[Node, Node]]:
+        """The edges into the results of an operation, and into the parameters of the computations that it calls."""
+        computation = self.module.computations[name]
+        operands = [computation[operand] for operand in x.operands]
+        nodes, inputs = self.leaves(name, x), [self.leaves(name, operand) for operand in operands]
         if x.opcode == "get-tuple-element":
-            yield from zip(given[0][operands[0].leaf(x.number("index") or 0) :], nodes, strict=False)
+            yield from zip(inputs[0][operands[0].leaf(x.number("index") or 0) :], nodes, strict=False)
         elif x.opcode in ("tuple", "optimization-barrier"):
-            yield from zip(chain.from_iterable(given), nodes, strict=False)
+            yield from zip(chain.from_iterable(inputs), nodes, strict=False)
         elif x.opcode == "while":
             body, condition = x.called("body")[0], x.called("condition")[0]
             results = self.results(body)
             yield from product(self.results(condition), nodes)
-            for taken in (nodes, *(self.leaves(inner, self._parameters[inner, 0]) for inner in (body, condition))):
-                yield from zip(given[0], taken, strict=False)
-                yield from zip(results, taken, strict=False)
+            for carried in (nodes, *(self.leaves(inner, self._parameters[inner, 0]) for inner in (body, condition))):
+                yield from zip(inputs[0], carried, strict=False)
+                yield from zip(results, carried, strict=False)
         elif x.opcode == "conditional":
-            yield from product(given[0], nodes)
+            yield from product(inputs[0], nodes)
             for i, branch in enumerate(self.module.bodies(x)):
                 yield from zip(self.results(branch), nodes, strict=False)
-                # A predicate's operands name the true branch first.
-                at = i + 1 if "branch_computations" in x.attributes else 2 - i
-                yield from self._bound(branch, [given[at]])
+                # With a boolean predicate, the operand of the true branch comes first, but `bodies` lists it last.
+                operand = i + 1 if "branch_computations" in x.attributes else 2 - i
+                yield from self._arguments(branch, [inputs[operand]])
         elif x.opcode in ("fusion", "call") or (x.opcode == "async-start" and "calls=" in x.attributes):
             inner = self.module.bodies(x)[0]
-            # An asynchronous call gives its operands, its results, and a context.
-            before = sum(map(len, given)) if x.opcode == "async-start" else 0
+            # The result of async-start is a tuple of the operands, the results and a context.
+            before = sum(map(len, inputs)) if x.opcode == "async-start" else 0
             yield from zip(self.results(inner), nodes[before:], strict=False)
-            yield from self._bound(inner, given)
+            yield from self._arguments(inner, inputs)
         elif x.opcode.endswith("-done"):
-            yield from self._done(of, operands[0], given[0], nodes)
+            yield from self._done(computation, operands[0], inputs[0], nodes)
         elif x.collective and len(operands) > 1:
             for i, node in enumerate(nodes):
-                yield from product(given[i % len(operands)], (node,))
+                yield from product(inputs[i % len(operands)], (node,))
         else:
-            yield from product(chain.from_iterable(given), nodes)
+            yield from product(chain.from_iterable(inputs), nodes)
 
     def _done(
-        self, of: dict[str, Instruction], start: Instruction, given: range, nodes: range
+        self, computation: dict[str, Instruction], start: Instruction, inputs: range, nodes: range
     ) -> Iterator[tuple[Node, Node]]:
         if start.opcode == "async-start":
-            given = given[sum(max(1, len(of[name].shapes)) for name in start.operands) :] or given
-            yield from zip(given, nodes, strict=False)
+            inputs = inputs[sum(max(1, len(computation[name].shapes)) for name in start.operands) :] or inputs
+            yield from zip(inputs, nodes, strict=False)
         elif start.collective:
-            yield from zip(given, nodes, strict=False)
+            yield from zip(inputs, nodes, strict=False)
         else:
-            yield from product(given[:1], nodes)
+            yield from product(inputs[:1], nodes)
 
-    def _bound(self, inner: str, given: Sequence[range]) -> Iterator[tuple[Node, Node]]:
-        """Pairs of arguments and parameters of a called computation."""
-        for i, nodes in enumerate(given):
+    def _arguments(self, inner: str, inputs: Sequence[range]) -> Iterator[tuple[Node, Node]]:
+        """Edges from the arguments of a call to the parameters of the called computation."""
+        for i, nodes in enumerate(inputs):
             if parameter := self._parameters.get((inner, i)):
                 yield from zip(nodes, self.leaves(inner, parameter), strict=False)
 
@@ -199,9 +200,11 @@ class Flow:
 
 
 class Equality:
-    """The devices that hold the same values, derived from the operations of the program.
+    """Computes which devices hold identical values of each array, by abstract interpretation of the program.
 
-    A label numbers the sets of devices that hold one and the same value.
+    A label is an array that maps each device to a class; devices of one class hold the same value. Labels are interned:
+    ``of`` maps each node to the index of its label. The analysis starts from "equal on all devices" and refines labels
+    to a fixed point.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -215,17 +218,17 @@ class Equality:
         self._solve()
 
     def classes(self, node: Node) -> int:
-        """How many different values devices hold."""
+        """Number of different values that devices hold."""
         return int(self._labels[self.of[node]].max()) + 1
 
     def within(self, node: Node, groups: Iterable[Sequence[int]]) -> bool:
-        """Whether the devices of each group hold the same."""
+        """Whether the devices of each group hold the same value."""
         label = self._labels[self.of[node]]
         return all(len(set(label[list(group)].tolist())) == 1 for group in groups)
 
     def _intern(self, label: np.ndarray) -> int:
         _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-        # Numbered as they come: the same sets of devices are the same label.
+        # Number the classes by first occurrence, so that equal partitions of the devices are equal arrays.
         canonical = np.argsort(np.argsort(first))[inverse.reshape(-1)].astype(np.int64)
         key = canonical.tobytes()
         if key not in self._known:
@@ -242,7 +245,6 @@ class Equality:
         return self._joined[key]
 
     def _solve(self) -> None:
-        """From "all are equal" until nothing changes any more."""
         waiting, queued = deque(range(len(self.of))), [True] * len(self.of)
         while waiting:
             node = waiting.popleft()
@@ -268,32 +270,34 @@ class Equality:
         return self._exchanged(x, label) if x.collective else label
 
     def _exchanged(self, x: Instruction, label: int) -> int:
+        """The label of a collective's result, from that of its operands."""
         groups = self.flow.module.groups(x)
         old, new = self._labels[label], np.arange(self.devices) + 10**6
         if any(max(group) >= self.devices for group in groups):
             return self.all
         if x.collective == "collective-permute":
             new[:] = -1
-            for source, to in groups:
-                new[to] = old[source]
+            for source, target in groups:
+                new[target] = old[source]
             return self._intern(new)
         seen: dict[tuple[int, ...], int] = {}
         for group in groups:
-            held = tuple(old[list(group)].tolist())
-            # The first group that holds the same values has the same results.
-            first = seen.setdefault(held if x.collective != "all-reduce" else tuple(sorted(held)), group[0])
-            whole = x.collective in ("all-reduce", "all-gather", "collective-broadcast")
+            operands = tuple(old[list(group)].tolist())
+            # Groups with equal operands have equal results.
+            first = seen.setdefault(operands if x.collective != "all-reduce" else tuple(sorted(operands)), group[0])
+            is_common = x.collective in ("all-reduce", "all-gather", "collective-broadcast")
             for i, device in enumerate(group):
-                new[device] = first * self.devices + (0 if whole else i)
+                new[device] = first * self.devices + (0 if is_common else i)
         return self._intern(new)
 
     def _sharding(self, x: Instruction) -> int:
+        """The label of a parameter, from its sharding."""
         text = self.flow.module.sharding(x).strip("{}")
         if self.devices == 1 or text == "replicated":
             return self.one
         tiles = re.match(r"devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?$", text)
         if not tiles:
-            return self.all  # whatever else it says, no two devices are taken to hold the same
+            return self.all  # other notations: conservatively, different values on all devices
         order = iota(numbers(tiles[2]), tiles[3])
         label = np.arange(self.devices).reshape(numbers(tiles[1]))
         if tiles[4]:

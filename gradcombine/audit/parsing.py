@@ -1,6 +1,6 @@
-"""XLA's own parser of HLO, which jaxlib ships; files are read in a process of its own, which some damaged ones end.
+"""The HLO parser of jaxlib, run for files in a subprocess, as some damaged files crash it.
 
-That process runs this file alone, so that it imports jaxlib and nothing else.
+The subprocess runs this file as a script, so that it imports only jaxlib.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 
 def hlo_parser() -> Any:
-    """The module of jaxlib that reads HLO."""
+    """The module of jaxlib that contains the HLO parser."""
     version = import_module("jaxlib.version").__version_info__
     return import_module("jaxlib._jax" if version < (0, 10) else "jaxlib._hlo")
 
 
 def parse(content: bytes) -> str:
-    """The text of HLO, from its text or proto.
+    """Parses HLO, text or proto, and prints it as text.
 
     Raises:
-      Exception: of several classes, for what is damaged, cut off, or of a version that this jaxlib does not know.
+      Exception: of several classes, for HLO that is damaged, truncated, or of a version that this jaxlib does not know.
     """
     hlo = hlo_parser()
     if content.lstrip().startswith(b"HloModule"):
@@ -34,38 +34,38 @@ def parse(content: bytes) -> str:
     first, *_ = _fields(content)
     try:
         return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
-    except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
+    except Exception:  # an HloProto, as XLA dumps it, whose first field is the module
         return hlo.HloModule.from_serialized_hlo_module_proto(first).to_string()
 
 
 def _fields(content: bytes) -> Iterator[bytes]:
-    """The fields of a proto; one that is cut off, which not every parser of XLA's minds, is an error."""
-    at = 0
-    while at < len(content):
-        tag, at = _varint(content, at)
-        size, start = _varint(content, at) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], at)
-        at = start + (size if tag & 7 else 0)
-        if at > len(content):
+    """Yields the fields of a proto; raises if it is truncated, which some of XLA's parsers do not notice."""
+    position = 0
+    while position < len(content):
+        tag, position = _varint(content, position)
+        size, start = _varint(content, position) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], position)
+        position = start + (size if tag & 7 else 0)
+        if position > len(content):
             raise ValueError("the file is cut off")
-        yield content[start:at]
+        yield content[start:position]
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """Decodes a varint; returns it and the position after it."""
     value = shift = 0
-    while at < len(content):
-        value |= (content[at] & 127) << shift
-        shift, at = shift + 7, at + 1
-        if content[at - 1] < 128:
-            return value, at
+    while position < len(content):
+        value |= (content[position] & 127) << shift
+        shift, position = shift + 7, position + 1
+        if content[position - 1] < 128:
+            return value, position
     raise ValueError("the file is cut off")
 
 
 def parse_apart(contents: Iterable[bytes]) -> Iterator[str]:
-    """`parse` in another process, for one after another.
+    """Calls `parse` on each of ``contents`` in one subprocess.
 
     Raises:
-      ValueError: says what `parse` says, or that a file has ended the process.
+      ValueError: with the message of an exception in `parse`, or if the subprocess crashed.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", __file__],
@@ -74,37 +74,37 @@ def parse_apart(contents: Iterable[bytes]) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    questions, answers = process.stdin, process.stdout
-    assert questions is not None and answers is not None
+    requests, responses = process.stdin, process.stdout
+    assert requests is not None and responses is not None
     try:
         for content in contents:
             with suppress(BrokenPipeError):
-                questions.write(base64.b64encode(content) + b"\n")
-                questions.flush()
-            if not (answer := answers.readline()):
+                requests.write(base64.b64encode(content) + b"\n")
+                requests.flush()
+            if not (response := responses.readline()):
                 raise ValueError(f"XLA's parser ended with status {process.wait()}")
-            text = base64.b64decode(answer[1:]).decode()
-            if answer.startswith(b"-"):
+            text = base64.b64decode(response[1:]).decode()
+            if response.startswith(b"-"):
                 raise ValueError(text)
             yield text
     finally:
         process.kill()
-        process.communicate()  # closes the pipes, whatever is left in them
+        process.communicate()  # drains and closes the pipes
 
 
-def _answer_all() -> None:
-    """Answers a line in base 64 with a line: whether it is a text comes before it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the process that asks
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else prints
+def _serve() -> None:
+    """Parses each line of stdin, a base64-encoded file; prints "+" or "-" and its base64-encoded text or error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
+    responses = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keep other output out of the pipe
     for line in sys.stdin.buffer:
         try:
-            kind, text = b"+", parse(base64.b64decode(line))
+            status, text = b"+", parse(base64.b64decode(line))
         except Exception as error:
-            kind, text = b"-", str(error)
-        answers.write(kind + base64.b64encode(text.encode(errors="replace")) + b"\n")
-        answers.flush()
+            status, text = b"-", str(error)
+        responses.write(status + base64.b64encode(text.encode(errors="replace")) + b"\n")
+        responses.flush()
 
 
 if __name__ == "__main__":
-    _answer_all()
+    _serve()

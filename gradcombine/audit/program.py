@@ -1,4 +1,4 @@
-"""The work of a compiled program in one call: loops, bytes moved, copies, products and exchanges."""
+"""The work of a compiled program per call: loops, bytes moved, products and exchanges."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from gradcombine.audit.hlo import Instruction, Module
 from gradcombine.audit.subject import COPIED, Exchange, Frame, Loop, Shape, own_line, times
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
-"""Operations that move nothing."""
+"""Operations that move no data."""
 
 CONTROL = {"while", "conditional", "call", "async-start"}
-"""Operations whose computations are counted by themselves."""
+"""Operations that run other computations, whose work is counted separately."""
 
 NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
-"""Targets of custom calls that move nothing."""
+"""Targets of custom calls that move no data."""
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 
 
 Lines = Callable[[str], Sequence[Frame]]
+"""Returns the stack frames of an operation by its ``op_name``."""
 
 
 def no_lines(name: str) -> Sequence[Frame]:
@@ -31,16 +32,16 @@ def no_lines(name: str) -> Sequence[Frame]:
 
 
 Loops = tuple[Loop[Instruction], ...]
-"""The loops around an operation, the outermost first."""
+"""The loops that enclose an operation, outermost first."""
 
 
 class Program(Module):
-    """A compiled program, and what can be counted in it.
+    """A compiled program, with its costs.
 
     Args:
       text: as XLA prints it, for instance ``compiled.as_text()``.
-      lines: of source that a framework knows of an operation, by its name; otherwise those of the text.
-      shardings: of the entry's parameters, where the text does not tell.
+      lines: returns stack frames that the framework recorded; if empty, those in the text are used.
+      shardings: of the entry's parameters, used if the text lacks them.
     """
 
     def __init__(self, text: str, lines: Lines = no_lines, shardings: Sequence[str] = ()) -> None:
@@ -48,32 +49,32 @@ class Program(Module):
         self._lines, self._shardings = lines, shardings
 
     def sharding(self, parameter: Instruction) -> str:
-        """How devices hold a parameter of the entry, as HLO writes it; empty where it is unknown."""
-        if found := re.search(r"\bsharding=(\{.*?\})(?=,|$| )", parameter.attributes):
-            return found[1]
+        """The sharding of an entry parameter in HLO's notation; empty if unknown."""
+        if match := re.search(r"\bsharding=(\{.*?\})(?=,|$| )", parameter.attributes):
+            return match[1]
         number = int(parameter.inside)
         return self._shardings[number] if number < len(self._shardings) else ""
 
     @property
     def is_unsplit(self) -> bool:
-        """Whether several devices run it, and nothing says how its arguments are split."""
+        """Whether it runs on several devices and the sharding of a parameter is unknown."""
         return self.devices > 1 and "" in map(self.sharding, self.parameters)
 
     def frames(self, x: Instruction) -> list[Frame]:
         return [*self._lines(x.op_name)] or super().frames(x)
 
     def source(self, x: Instruction) -> str:
-        """The line that an operation came from, "file:line": the innermost one that is no library's."""
-        return own_line(self.frames(x)) or self._of_joined.get(x.name, "")
+        """The source line of an operation, "file:line": the innermost one outside of libraries."""
+        return own_line(self.frames(x)) or self._lines_of_merged.get(x.name, "")
 
     def trips(self, computation: str, x: Instruction) -> int | None:
-        """Iterations of a loop; None where it is not known while compiling."""
+        """The trip count of a loop; None if it is unknown at compile time."""
         if known := re.search(r'known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes):
             return int(known[1])
-        return self._counted(computation, x)
+        return self._inferred_trips(computation, x)
 
-    def turns_at_most_once(self, x: Instruction) -> bool:
-        """Whether a loop is a branch: its condition is a flag that its body takes away."""
+    def runs_at_most_once(self, x: Instruction) -> bool:
+        """Whether a loop is used as a branch: its condition is a flag that its body sets to false."""
         condition, body = (self.computations[x.called(name)[0]] for name in ("condition", "body"))
         flag = condition[self.roots[x.called("condition")[0]]]
         root = body[self.roots[x.called("body")[0]]]
@@ -83,14 +84,14 @@ class Program(Module):
         return after.opcode == "constant" and after.inside == "false"
 
     def repeats(self, computation: str, x: Instruction) -> bool:
-        """Whether this is a loop of more than one iteration, as far as that is known."""
+        """Whether an operation is a loop that may run more than once."""
         if x.opcode != "while":
             return False
         trips = self.trips(computation, x)
-        return trips > 1 if trips is not None else not self.turns_at_most_once(x)
+        return trips > 1 if trips is not None else not self.runs_at_most_once(x)
 
     def executed(self, name: str = "", loops: Loops = ()) -> Iterator[tuple[str, Instruction, Loops]]:
-        """All operations, their computations and the loops that repeat them; what a fusion holds is one operation."""
+        """Yields all operations, each with its computation and enclosing loops. A fusion is a single operation."""
         name = name or self.entry
         for x in self.computations[name].values():
             yield name, x, loops
@@ -104,86 +105,93 @@ class Program(Module):
 
     @staticmethod
     def bodies(x: Instruction) -> list[str]:
-        """The computations that an operation other than a loop runs, or may run; a false branch before a true one."""
+        """The computations that an operation other than a loop may run; the false branch before the true branch."""
         return x.called("branch_computations") or [
             *x.called("false_computation"),
             *x.called("true_computation"),
             *x.called("to_apply", "calls"),
         ]
 
-    def origin(self, of: dict[str, Instruction], name: str) -> Instruction:
-        """The instruction whose value an operation copies, reshapes or converts."""
-        x = of[name]
+    def origin(self, computation: dict[str, Instruction], name: str) -> Instruction:
+        """Follows copies, reshapes and conversions of a value to the instruction that computes it."""
+        x = computation[name]
         while x.opcode in ("copy", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
-            x = of[x.operands[0]]
+            x = computation[x.operands[0]]
         return x
 
-    def _counted(self, computation: str, loop: Instruction) -> int | None:
-        """Of a loop whose index is compared to a constant, and grows by one: TPU programs do not say how often."""
+    def _inferred_trips(self, computation: str, loop: Instruction) -> int | None:
+        """The trip count of a loop whose index is incremented by one and compared to a constant, or None.
+
+        TPU programs lack the attribute ``known_trip_count``.
+        """
         outside = self.computations[computation]
         condition, body = (self.computations[loop.called(name)[0]] for name in ("condition", "body"))
-        asked, root = (of[self.roots[loop.called(name)[0]]] for of, name in ((condition, "condition"), (body, "body")))
+        condition_root = condition[self.roots[loop.called("condition")[0]]]
+        root = body[self.roots[loop.called("body")[0]]]
         start = outside[loop.operands[0]]
         if start.opcode != "tuple" or root.opcode != "tuple":
             return None
 
-        def began(place: int) -> int | None:
-            return _integer(self.origin(outside, start.operands[place]))
+        def initial(index: int) -> int | None:
+            return _integer(self.origin(outside, start.operands[index]))
 
         def value(x: Instruction) -> int | None:
-            """Of a constant, or of what the loop carries unchanged."""
+            """The value of a constant, or of a loop invariant that is initially a constant."""
             if x.opcode != "get-tuple-element":
                 return _integer(x)
-            place = x.number("index") or 0
-            kept = self.origin(body, root.operands[place])
-            return began(place) if kept.opcode == x.opcode and kept.number("index") == place else None
+            index = x.number("index") or 0
+            result = self.origin(body, root.operands[index])
+            return initial(index) if result.opcode == x.opcode and result.number("index") == index else None
 
-        compared, ends = self._of_two(condition, asked)
-        if compared.opcode != "compare" or "direction=LT" not in compared.attributes or len(ends) != 2:
+        comparison, sides = self._unfused(condition, condition_root)
+        if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes or len(sides) != 2:
             return None
-        place = ends[0].number("index")
-        if place is None:
+        index = sides[0].number("index")
+        if index is None:
             return None
-        grown, terms = self._of_two(body, self.origin(body, root.operands[place]))
-        by_one = sorted((x.number("index") == place, value(x) == 1) for x in terms) == [(False, True), (True, False)]
-        first, limit = began(place), value(ends[1])
-        if grown.opcode != "add" or not by_one or first is None or limit is None:
+        update, terms = self._unfused(body, self.origin(body, root.operands[index]))
+        by_one = sorted((x.number("index") == index, value(x) == 1) for x in terms) == [(False, True), (True, False)]
+        first, limit = initial(index), value(sides[1])
+        if update.opcode != "add" or not by_one or first is None or limit is None:
             return None
         return max(0, limit - first)
 
-    def _of_two(self, of: dict[str, Instruction], x: Instruction) -> tuple[Instruction, list[Instruction]]:
-        """An operation, or that which a fusion holds, and where its operands come from."""
+    def _unfused(self, computation: dict[str, Instruction], x: Instruction) -> tuple[Instruction, list[Instruction]]:
+        """An operation, or the root of a fusion, and the origins of its operands."""
         if x.opcode != "fusion":
-            return x, [self.origin(of, name) for name in x.operands]
+            return x, [self.origin(computation, name) for name in x.operands]
         fused = x.called("calls")[0]
         body = self.computations[fused]
-        inner = body[self.roots[fused]]
-        while inner.opcode == "and" and len(set(inner.operands)) == 1:  # a condition and the limit that it equals
-            inner = body[inner.operands[0]]
-        ends = (self.origin(body, name) for name in inner.operands)
-        return inner, [self.origin(of, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in ends]
+        root = body[self.roots[fused]]
+        while root.opcode == "and" and len(set(root.operands)) == 1:  # and(x, x)
+            root = body[root.operands[0]]
+        origins = (self.origin(body, name) for name in root.operands)
+        return root, [
+            self.origin(computation, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in origins
+        ]
 
     @cached_property
-    def _of_joined(self) -> dict[str, str]:
-        """Lines of collectives that XLA has joined, and that have lost their own: of the first that takes a result."""
-        found = dict[str, str]()
-        for of in self.computations.values():
-            begun = {x.name: x.name for x in of.values() if x.collective}
-            for x in of.values():
+    def _lines_of_merged(self) -> dict[str, str]:
+        """Source lines for collectives that lost theirs when XLA merged them: that of the first user with a line."""
+        lines = dict[str, str]()
+        for computation in self.computations.values():
+            collective_of = {x.name: x.name for x in computation.values() if x.collective}
+            for x in computation.values():
                 for operand in x.operands:
-                    if operand in begun and (line := own_line(self.frames(x))):
-                        found.setdefault(begun[operand], line)
-                    elif operand in begun:
-                        begun.setdefault(x.name, begun[operand])
-        return found
+                    if operand in collective_of and (line := own_line(self.frames(x))):
+                        lines.setdefault(collective_of[operand], line)
+                    elif operand in collective_of:
+                        collective_of.setdefault(x.name, collective_of[operand])
+        return lines
 
-    def _is_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
-        """Whether one flag selects between two whole arrays."""
-        flag = self.origin(of, x.operands[0])
-        return not flag.shapes[0].dims or (flag.opcode == "broadcast" and not of[flag.operands[0]].shapes[0].dims)
+    def _has_scalar_predicate(self, computation: dict[str, Instruction], x: Instruction) -> bool:
+        """Whether a select chooses between two arrays by a scalar."""
+        flag = self.origin(computation, x.operands[0])
+        of_scalar = flag.opcode == "broadcast" and not computation[flag.operands[0]].shapes[0].dims
+        return of_scalar or not flag.shapes[0].dims
 
     def controls(self) -> Iterator[tuple[str, str, str]]:
-        """Its loops, branches and selects: what they are, how often they turn or decide in a call, and their lines."""
+        """Yields loops, branches and selects: a description, the number of executions per call, and the source."""
         for name, x, loops in self.executed():
             count = times(loops)
             if x.opcode == "while" and ((trips := self.trips(name, x)) is not None or self.repeats(name, x)):
@@ -193,27 +201,27 @@ class Program(Module):
             elif x.opcode == "conditional":
                 yield "branch", f"{count:,}", self.source(x)
         selects = Counter[str]()
-        for of in self.computations.values():
-            whole = (x for x in of.values() if x.opcode == "select" and x.bytes >= COPIED and self._is_whole(of, x))
-            selects.update(map(self.source, whole))
+        for computation in self.computations.values():
+            large = (x for x in computation.values() if x.opcode == "select" and x.bytes >= COPIED)
+            selects.update(self.source(x) for x in large if self._has_scalar_predicate(computation, x))
         for source, number in selects.items():
             yield f"{number} arrays selected: both are computed", "", source
 
     @cached_property
     def exchanges(self) -> list[Exchange[Instruction]]:
-        """All collectives, in the program's order."""
-        found = list[Exchange[Instruction]]()
+        """All collectives, in program order."""
+        exchanges = list[Exchange[Instruction]]()
         for name, x, loops in self.executed():
             if x.collective:
                 operand = sum(self.computations[name][operand].bytes for operand in x.operands)
-                # What begins an asynchronous collective may give its operands as well.
+                # The result of an asynchronous start may contain its operands before the results.
                 shapes = x.shapes[len(x.operands) :] if len(x.shapes) >= 2 * len(x.operands) else x.shapes
                 result = sum(shape.bytes for shape in shapes[: len(x.operands)])
-                found.append(Exchange(name, x, loops, self.groups(x), operand, result))
-        return found
+                exchanges.append(Exchange(name, x, loops, self.groups(x), operand, result))
+        return exchanges
 
     def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
-        """Of each operation, as often as loops repeat it in a call: where it is, the loops, bytes, flops by type."""
+        """Yields for each operation its computation and loops, and its bytes moved and flops by bit width, per call."""
         for name, x, loops in self.executed():
             flops, count = dict[int, float](), times(loops)
             for _, _, operations, width in self.products(name, x):
@@ -221,7 +229,7 @@ class Program(Module):
             yield name, loops, count * self.traffic(name, x), flops
 
     def traffic(self, name: str, x: Instruction) -> int:
-        """Bytes of main memory that an operation has to read and write once: the parts that it uses of its operands."""
+        """Bytes of main memory that one execution of an operation reads and writes, at least."""
         if x.opcode in FREE or x.opcode in CONTROL or any(f'"{target}"' in x.attributes for target in NOTHING):
             return 0
         operands = [self.computations[name][operand] for operand in x.operands]
@@ -238,18 +246,18 @@ class Program(Module):
         if x.opcode == "dynamic-update-slice":
             return 2 * _main(operands[1])
         if "__cublas" in x.attributes or "__cudnn" in x.attributes:
-            # What comes behind the result is room to work in.
+            # The second element of the result is scratch memory.
             return sum(map(_main, operands)) + _bytes(x.shapes[:1])
         return sum(map(_main, operands)) + _main(x)
 
     def products(self, name: str, x: Instruction) -> Iterator[tuple[str, Instruction, float, int]]:
-        """Matrix products and convolutions that an operation runs: where, which, their flops, their type's bits."""
+        """Yields matrix products and convolutions in an operation: computation, instruction, flops and bit width."""
         if x.opcode == "fusion":
             fused = x.called("calls")[0]
             for y in self.computations[fused].values():
                 yield from self.products(fused, y)
-        elif found := self._product(name, x):
-            yield (name, x, *found)
+        elif product := self._product(name, x):
+            yield (name, x, *product)
 
     def _product(self, name: str, x: Instruction) -> tuple[float, int] | None:
         operands = [self.computations[name][operand].shapes[0] for operand in x.operands[:2]]
@@ -260,18 +268,19 @@ class Program(Module):
         if x.opcode == "dot":
             return 2.0 * x.shapes[0].elements * math.prod(left.dims[i] for i in x.lists("lhs_contracting_dims")), width
         if x.opcode == "custom-call" and (
-            found := re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
+            match := re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
         ):
-            contracted = math.prod(left.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+            contracted = math.prod(left.dims[int(i)] for i in re.findall(r"\d+", match[1]))
             return 2.0 * x.shapes[0].elements * contracted, width
-        if x.opcode == "convolution" and (found := re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)):
-            # Each output sums the kernel without its output features; a larger window of padding is no work.
-            features = right.dims[found[1].index("o")]
+        if x.opcode == "convolution" and (match := re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)):
+            # Each output element sums over the kernel except its output features. Padding is not counted.
+            features = right.dims[match[1].index("o")]
             outputs = x.shapes[0].elements
             return 2.0 * outputs * right.elements / features, width
         return None
 
     def _fused(self, x: Instruction, operands: list[Instruction]) -> int:
+        """Bytes that a fusion moves: the parts of its operands that it reads, and its results."""
         fused = x.called("calls")[0]
         body = self.computations[fused]
         users: dict[str, list[Instruction]] = {}
@@ -280,18 +289,18 @@ class Program(Module):
                 users.setdefault(operand, []).append(y)
 
         def consumers(name: str) -> list[tuple[str, Instruction]]:
-            found = list[tuple[str, Instruction]]()
+            """Users of a value, through copies, reshapes and conversions, each with the operand's name."""
+            pairs = list[tuple[str, Instruction]]()
             for y in users.get(name, []):
-                found += consumers(y.name) if y.opcode in ("bitcast", "convert", "copy", "reshape") else [(name, y)]
-            return found
+                pairs += consumers(y.name) if y.opcode in ("bitcast", "convert", "copy", "reshape") else [(name, y)]
+            return pairs
 
         total = 0
         for y in body.values():
             if y.opcode == "parameter" and _main(operands[int(y.inside)]):
-                used = consumers(y.name)
-                parts = [_part(body, via, z) for via, z in used]
-                whole = operands[int(y.inside)].bytes
-                total += whole if None in parts or not parts else min(whole, sum(n for n in parts if n is not None))
+                parts = [_part(operand, z) for operand, z in consumers(y.name)]
+                size = operands[int(y.inside)].bytes
+                total += size if None in parts or not parts else min(size, sum(n for n in parts if n is not None))
         root = body[self.roots[fused]]
         results = [body[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
         for result, shape in zip(results, x.shapes, strict=False):
@@ -301,11 +310,11 @@ class Program(Module):
         return total
 
 
-def _part(body: dict[str, Instruction], name: str, x: Instruction) -> int | None:
-    """The bytes that a slice takes of an operand; None for what takes all of it."""
-    if x.opcode in SLICES and x.operands[0] == name:
+def _part(operand: str, x: Instruction) -> int | None:
+    """Bytes that an operation reads of an operand if it is a slice; None if it reads the full operand."""
+    if x.opcode in SLICES and x.operands[0] == operand:
         return x.bytes
-    if x.opcode == "dynamic-update-slice" and x.operands[0] == name:
+    if x.opcode == "dynamic-update-slice" and x.operands[0] == operand:
         return 0
     return None
 
@@ -315,7 +324,7 @@ def _bytes(shapes: tuple[Shape, ...]) -> int:
 
 
 def _main(x: Instruction) -> int:
-    """Of an operation's result, in main memory."""
+    """Bytes of an operation's result in main memory."""
     return _bytes(x.shapes)
 
 

@@ -1,4 +1,4 @@
-"""The defects that an audit knows by name, and how each is found: in a compiled program, and in a graph if it tells."""
+"""Rules that find defects in a compiled program or, where possible, in a TensorFlow graph."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from gradcombine.audit.subject import COPIED, FEW_SCALARS, REDUCING, Exchange, S
 from gradcombine.audit.tensorflow.graph import Graph
 
 SMALL = 256 * 2**10
-"""Bytes of a collective that takes longer to begin than to run."""
+"""Most bytes of a collective whose time is dominated by latency."""
 
 MANY = 16
-"""Small collectives of a call that could be one."""
+"""Fewest small collectives per call that are reported."""
 
 
 class Finding(NamedTuple):
-    """One defect.
+    """A defect in a program.
 
     Attributes:
-      name: of the kind, a section of ``findings.md``.
-      what: where and what in this program.
-      source: the line of source, ``file:line``; empty where the program does not tell.
-      times: how often it happens in a call.
-      moved: bytes that it moves needlessly in main memory in a call, on each device.
-      sent: bytes that each device sends needlessly in a call.
-      flops: operations that each device runs needlessly in a call.
+      name: of the defect, a section of ``findings.md``.
+      what: description of this instance.
+      source: ``file:line``; empty if unknown.
+      times: occurrences per call.
+      moved: unnecessary bytes moved in main memory, per call and device.
+      sent: unnecessary bytes sent, per call and device.
+      flops: unnecessary floating-point operations, per call and device.
     """
 
     name: str
@@ -43,30 +43,30 @@ class Finding(NamedTuple):
 
 
 def find(program: Program | Graph, donated: Sequence[int] = ()) -> list[Finding]:
-    """All that is found in a program.
+    """Applies all rules to a program.
 
     Args:
       program: the program.
-      donated: the numbers of the entry's parameters that the caller donates, beside those that the program names.
+      donated: indices of donated parameters, in addition to those that the program names.
     """
     subject = program if isinstance(program, Graph) else Search(program, frozenset(donated))
     return [finding for name in judged(program) for finding in RULES[name](subject)]
 
 
 def judged(program: Program | Graph) -> tuple[str, ...]:
-    """The names of the defects that are looked for in a program."""
+    """Names of the defects that can be checked in a program."""
     return tuple(name for name in RULES if isinstance(program, Program) or name not in OF_COMPILED)
 
 
 def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
     for exchange, loop, size in subject.reduced:
-        spared, share = exchange.times, size / (exchange.operand or 1)
+        avoidable, share = exchange.times, size / (exchange.operand or 1)
         where = "in each call is only added to what some later calls read"
         if loop is not None:
-            spared -= exchange.times // loop.trips if loop.trips else 0
+            avoidable -= exchange.times // loop.trips if loop.trips else 0
             where = f"in {loop} is only added to what the loop carries"
         what = f"{size_text(size)} of " * (share < 1 - SHARE) + f"{exchange} {where}"
-        sent = spared * share * exchange.sent()
+        sent = avoidable * share * exchange.sent()
         yield Finding("reduced-in-loop", what, subject.source(exchange.x), exchange.times, sent=sent)
     for first, *others in subject.unrolled():
         what = f"{first}, and {len(others)} more, are only added to each other"
@@ -78,7 +78,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
     program, flow = search.program, search.flow
     results = Counter(shape.dims for shape in program.results)
     if not any(x.shapes and x.shapes[0].dims and x.shapes[0].dims in results for x in program.parameters):
-        return  # nothing tells parameters of a model from data
+        return  # the model's parameters cannot be distinguished from data
     batch = set[Node]()
     for number, x in enumerate(program.parameters):
         node = flow.node(program.entry, x)
@@ -88,7 +88,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
     repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
 
     def repeats(exchange: Exchange[Instruction]) -> bool:
-        """Whether devices compute the same of what was gathered."""
+        """Whether devices repeat products that depend on the gathered array."""
         return bool(repeated & flow.reached(flow.leaves(exchange.computation, exchange.x), True, lambda _: True))
 
     moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
@@ -96,11 +96,11 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
         if not gathers or exchange.few or exchange.members == 1:
             continue
-        given = [flow.sources[node] for node in flow.leaves(exchange.computation, exchange.x)]
-        origin = search.moved_from([n for nodes in given for n in nodes], moving) & batch
-        # A sum gathers where each device fills its own rows of zeros.
-        starts = {flow.opcode(node) for nodes in given for node in search.moved_from(nodes, moving)}
-        # Numbers of rows of a table are gathered where the table is split: that is how it is read.
+        operands = [flow.sources[node] for node in flow.leaves(exchange.computation, exchange.x)]
+        origin = search.moved_from([n for nodes in operands for n in nodes], moving) & batch
+        # An all-reduce gathers if each device writes its rows into an array of zeros.
+        starts = {flow.opcode(node) for nodes in operands for node in search.moved_from(nodes, moving)}
+        # Integer row indices of a sharded table are gathered on purpose, to look them up.
         origin = {node for node in origin if flow.places[node].shape.is_float} or (origin if repeats(exchange) else ())
         if origin and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
@@ -125,7 +125,7 @@ def repeated_work(search: Search) -> Iterator[Finding]:
 
 
 def optimizer_every_microbatch(subject: Subject[X]) -> Iterator[Finding]:
-    """Reports what is computed anew, and keeps what it held where a counter says so."""
+    """Reports state that is computed in every call, but kept unless a counter selects the new value."""
     if kept := subject.kept():
         moved = 2 * sum(size for _, size in kept)
         what = f"{len(kept)} {subject.noun} are computed in each call, and a counter decides to keep the old ones"
@@ -133,7 +133,7 @@ def optimizer_every_microbatch(subject: Subject[X]) -> Iterator[Finding]:
 
 
 def donation_lost(search: Search) -> Iterator[Finding]:
-    """Donated arguments whose memory no result takes although one of their shape is there."""
+    """Reports donated arguments whose buffers are not reused although a result of similar shape exists."""
     program = search.program
     taken = {alias.output[0] if alias.output else 0 for alias in program.aliases}
     free = [shape for i, shape in enumerate(program.results) if i not in taken]
@@ -155,34 +155,35 @@ def donation_lost(search: Search) -> Iterator[Finding]:
 
 def copies_at_boundary(search: Search) -> Iterator[Finding]:
     program, flow = search.program, search.flow
-    found = dict[str, list[tuple[Instruction, int]]]()
+    copies = dict[str, list[tuple[Instruction, int]]]()
     total = 0
     for name, x, loops in program.executed():
         total += times(loops) * program.traffic(name, x)
         if x.opcode != "copy" or x.bytes < COPIED or len(x.shapes) != 1:
             continue
-        of = program.computations[name]
-        if of[x.operands[0]].shapes[0].layout != x.shapes[0].layout:
+        computation = program.computations[name]
+        if computation[x.operands[0]].shapes[0].layout != x.shapes[0].layout:
             continue
-        source = program.origin(of, x.operands[0])
-        origin = of[source.operands[0]] if source.opcode == "get-tuple-element" else source
-        given = origin.opcode == "parameter" and (name != program.entry or int(origin.inside) in search.donated)
-        after = {flow.places[user].x.opcode for user in flow.uses[flow.node(name, x)]}
-        bound = after & {"while", "conditional", "call", "tuple"} or x.root
-        if origin.opcode in ("while", "conditional", "call") or (given and bound):
-            kind = "a donated argument" if name == program.entry and given else "what a loop or a branch carries"
-            found.setdefault(kind, []).append((x, times(loops)))
-    for kind, copied in found.items():
+        source = program.origin(computation, x.operands[0])
+        origin = computation[source.operands[0]] if source.opcode == "get-tuple-element" else source
+        is_argument = origin.opcode == "parameter" and (name != program.entry or int(origin.inside) in search.donated)
+        users = {flow.places[user].x.opcode for user in flow.uses[flow.node(name, x)]}
+        enters = users & {"while", "conditional", "call", "tuple"} or x.root
+        if origin.opcode in ("while", "conditional", "call") or (is_argument and enters):
+            donated = name == program.entry and is_argument
+            of = "a donated argument" if donated else "what a loop or a branch carries"
+            copies.setdefault(of, []).append((x, times(loops)))
+    for of, copied in copies.items():
         moved = sum(2 * n * x.bytes for x, n in copied)
         if moved > SHARE * total:
-            what = f"{len(copied)} copies of {kind}, {size_text(sum(x.bytes for x, _ in copied))} in all"
+            what = f"{len(copied)} copies of {of}, {size_text(sum(x.bytes for x, _ in copied))} in all"
             first = copied[0][0]
             yield Finding("copies-at-boundary", what, search.source(first), sum(n for _, n in copied), moved=moved)
 
 
 def many_small_collectives(subject: Subject[X]) -> Iterator[Finding]:
-    """Exchanges of one kind and group that do not wait for one another, or that a loop repeats without using them."""
-    alike = defaultdict[tuple[object, ...], list[tuple[Exchange[X], int]]](list)
+    """Reports small exchanges of one type and group that could be merged, within a call or over a loop's iterations."""
+    groups = defaultdict[tuple[object, ...], list[tuple[Exchange[X], int]]](list)
     for exchange in subject.exchanges:
         if not exchange.exact or exchange.size > SMALL or exchange.members == 1 or not subject.could_join(exchange):
             continue
@@ -190,11 +191,11 @@ def many_small_collectives(subject: Subject[X]) -> Iterator[Finding]:
         for loop in reversed(exchange.loops):
             if not subject.unused(exchange, loop):
                 break
-            # A loop of unknown length turns at least twice, as far as is known.
+            # A loop with an unknown trip count is assumed to run twice.
             count *= 2 if loop.trips is None else loop.trips
         if count > 1 or exchange.kind not in REDUCING or subject.joins_sums:
-            alike[exchange.kind, *subject.beside(exchange)].append((exchange, count))
-    for exchanges in alike.values():
+            groups[exchange.kind, *subject.beside(exchange)].append((exchange, count))
+    for exchanges in groups.values():
         count = sum(n for _, n in exchanges)
         if count >= MANY:
             first = exchanges[0][0]
@@ -227,25 +228,25 @@ def narrow_accumulator(subject: Subject[X]) -> Iterator[Finding]:
 def repeated_collective(subject: Subject[X]) -> Iterator[Finding]:
     seen = set[object]()
     for exchange in subject.exchanges:
-        # Parts are sent around by the compiler alone, which a program cannot help.
+        # Other collectives are inserted by the compiler, out of the user's control.
         if exchange.few or exchange.members == 1 or exchange.kind not in (*REDUCING, "all-gather"):
             continue
-        same, done = subject.exchanged(exchange), ""
-        if same is not None and same in seen:
-            done = "of what an earlier one exchanged already"
+        key, reason = subject.exchanged(exchange), ""
+        if key is not None and key in seen:
+            reason = "of what an earlier one exchanged already"
         elif exchange.kind != "reduce-scatter" and subject.is_equal(exchange):
-            done = "of what an earlier one has made the same on all of them"
-        if done:
+            reason = "of what an earlier one has made the same on all of them"
+        if reason:
             sent = exchange.times * exchange.sent()
-            what = f"{exchange} {done}"
+            what = f"{exchange} {reason}"
             yield Finding("repeated-collective", what, subject.source(exchange.x), exchange.times, sent=sent)
-        seen.add(same)
+        seen.add(key)
 
 
 def unknown_trip_count(subject: Subject[X]) -> Iterator[Finding]:
     for loop, count in subject.loops():
-        if loop.trips is None and (counted := subject.one_turn(loop)):
-            yield Finding("unknown-trip-count", f"{loop}{counted}", subject.source(loop.operation), count)
+        if loop.trips is None and (note := subject.counted_once(loop)):
+            yield Finding("unknown-trip-count", f"{loop}{note}", subject.source(loop.operation), count)
 
 
 RULES: dict[str, Callable[[Any], Iterator[Finding]]] = {
@@ -261,13 +262,13 @@ RULES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "repeated-collective": repeated_collective,
     "unknown-trip-count": unknown_trip_count,
 }
-"""By the names that findings have; each is a section of ``findings.md``."""
+"""Rules by the name of their findings, which are the sections of ``findings.md``."""
 
 OF_COMPILED = {"batch-gathered", "repeated-work", "donation-lost", "copies-at-boundary"}
-"""Defects that need what a graph does not tell: layouts, buffers, equal replicas."""
+"""Defects that a graph does not show, as it lacks layouts, buffers and shardings."""
 
 
 def _resembles(a: Shape, b: Shape) -> bool:
-    """Whether one may be the other in another type, or with other parts of its axes on a device."""
+    """Whether two shapes may belong to one array with another dtype or sharding."""
     pairs = list(zip(a.dims, b.dims, strict=False))
     return len(a.dims) == len(b.dims) > 0 and all(m and n and (m % n == 0 or n % m == 0) for m, n in pairs)

@@ -1,4 +1,4 @@
-"""A program under audit, as its readers give it to the rules: arrays, lines of source, loops and exchanges."""
+"""The interface between programs and rules: arrays, source lines, loops and exchanges."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 LIBRARIES = ("site-packages/", "dist-packages/", "/gradcombine/integrations/", "/gradcombine/backends/", "<frozen")
-"""Parts of the paths of files whose lines are not the user's."""
+"""Parts of the paths of files that are not the user's code."""
 
 REDUCING = {"all-reduce", "reduce-scatter"}
 FEW_SCALARS = 256
-"""Bytes below which an array is a number or a few: what it costs is not its size."""
+"""Arrays of fewer bytes are scalars or a few of them, whose cost does not depend on their size."""
 
 COPIED = 1024
-"""Bytes of an array from which on its copy counts."""
+"""Fewest bytes of an array whose copy is relevant."""
 
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 
@@ -27,10 +27,10 @@ class Shape(NamedTuple):
     """An array of a program.
 
     Attributes:
-      kind: its element type as HLO names it, for instance "f32".
-      dims: its lengths.
-      layout: what stands in braces behind them; empty where nothing does.
-      exact: whether all lengths are known; one that is not is 1, and so is all where the number of lengths is not.
+      kind: element type as HLO names it, for instance "f32".
+      dims: lengths of the axes. Unknown lengths are 1; for an unknown rank, ``dims`` is empty.
+      layout: text in braces after the shape, or empty.
+      exact: whether all lengths are known.
     """
 
     kind: str
@@ -44,12 +44,12 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """In memory; types of less than a byte are packed."""
+        """Size in memory, where types narrower than a byte are packed."""
         return (self.elements * self.bits + 7) // 8
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Width of an element."""
         return bits(self.kind)
 
     @property
@@ -58,31 +58,31 @@ class Shape(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether sums of many terms lose bits in it."""
+        """Whether it is a float type too narrow to accumulate in."""
         return self.is_float and self.bits < 32
 
     @property
     def space(self) -> int:
-        """The memory it lies in: 0 is the device's main memory."""
-        found = re.search(r"S\((\d+)\)", self.layout)
-        return int(found[1]) if found else 0
+        """The memory space; 0 is the device's main memory."""
+        match = re.search(r"S\((\d+)\)", self.layout)
+        return int(match[1]) if match else 0
 
     def __str__(self) -> str:
         return f"{self.kind}[{','.join(map(str, self.dims))}]"
 
 
 def bits(kind: str) -> int:
-    """Of an element type.
+    """Width of an element type.
 
     >>> [bits(kind) for kind in ("pred", "bf16", "f32", "s4", "f8e4m3fn", "c64")]
     [8, 16, 32, 4, 8, 64]
     """
-    found = re.match(r"[a-z]+(\d+)", kind)
-    return _BITS[kind] if kind in _BITS else int(found[1]) if found else 0
+    match = re.match(r"[a-z]+(\d+)", kind)
+    return _BITS[kind] if kind in _BITS else int(match[1]) if match else 0
 
 
 class Frame(NamedTuple):
-    """A line of source that an operation came from."""
+    """A stack frame of an operation in the source code."""
 
     file: str
     line: int
@@ -90,12 +90,12 @@ class Frame(NamedTuple):
 
 
 class Operation(Protocol):
-    """One operation of a program, as a reader gives it.
+    """An operation of a program.
 
     Attributes:
-      name: of its own.
-      op_name: the framework's name, with the functions around it.
-      collective: the kind of collective that begins here, as HLO names it; empty for anything else.
+      name: unique in its computation.
+      op_name: the framework's name, with the enclosing functions.
+      collective: type of the collective that starts here, as HLO names it; empty for other operations.
     """
 
     @property
@@ -114,8 +114,8 @@ class Loop(Generic[X]):
     """A loop.
 
     Attributes:
-      operation: that turns it.
-      trips: how often it turns; None where that is not known before it runs.
+      operation: the loop operation.
+      trips: number of iterations; None if it is unknown before running.
     """
 
     operation: X
@@ -126,17 +126,17 @@ class Loop(Generic[X]):
 
 
 class Exchange(NamedTuple, Generic[X]):
-    """One collective of a program.
+    """A collective of a program.
 
     Attributes:
-      computation: it stands in.
-      x: the operation that begins it.
-      loops: around it.
-      groups: of devices that take part together; empty where the program does not tell.
-      operand: bytes that each device gives.
-      result: bytes that each device gets.
-      exact: whether both are known; where not, there are so many at least.
-      label: the operation in the text of findings; empty where its line is enough.
+      computation: that contains it.
+      x: the operation that starts it.
+      loops: enclosing loops.
+      groups: of participating devices; empty if unknown.
+      operand: bytes that each device contributes.
+      result: bytes that each device receives.
+      exact: whether both sizes are known; otherwise they are lower bounds.
+      label: identifies the operation in findings; empty if its source line suffices.
     """
 
     computation: str
@@ -154,12 +154,12 @@ class Exchange(NamedTuple, Generic[X]):
 
     @property
     def size(self) -> int:
-        """The bytes of the larger side."""
+        """The larger of operand and result, in bytes."""
         return max(self.operand, self.result)
 
     @property
     def members(self) -> int:
-        """Devices of a group; two where the program does not tell."""
+        """Number of devices in a group; 2 if unknown."""
         if self.kind == "collective-permute":
             return 2
         return max(map(len, self.groups), default=2)
@@ -170,7 +170,7 @@ class Exchange(NamedTuple, Generic[X]):
 
     @property
     def few(self) -> bool:
-        """Whether each device gives a number or a few."""
+        """Whether each device contributes only a few scalars."""
         return self.exact and self.operand < FEW_SCALARS
 
     @property
@@ -182,7 +182,7 @@ class Exchange(NamedTuple, Generic[X]):
         return f"{self.kind} of {least}{size_text(self.size)} {self.over}" + f" ({self.label})" * bool(self.label)
 
     def sent(self) -> float:
-        """Bytes that each device has to send, by the best known algorithms."""
+        """Bytes that each device sends in an optimal algorithm."""
         n = self.members
         if n == 1:
             return 0.0
@@ -193,20 +193,20 @@ class Exchange(NamedTuple, Generic[X]):
         return (n - 1) / n * self.size
 
     def leaves_host(self, per_host: int) -> tuple[int, float]:
-        """The hosts that a group spans, and the bytes that each device sends to other ones."""
+        """The number of hosts that a group spans, and the bytes that each device sends to other hosts."""
         hosts = max(len({device // per_host for device in group}) for group in self.groups or [(0,)])
-        each = max(1, math.ceil(self.members / hosts))
+        on_host = max(1, math.ceil(self.members / hosts))
         if hosts == 1:
             return 1, 0.0
         if self.kind == "all-reduce":
-            return hosts, 2 * (hosts - 1) / hosts * self.operand / each
+            return hosts, 2 * (hosts - 1) / hosts * self.operand / on_host
         if self.kind in ("all-gather", "reduce-scatter"):
-            return hosts, (hosts - 1) / hosts * self.size / each
+            return hosts, (hosts - 1) / hosts * self.size / on_host
         return hosts, self.sent()
 
 
 def times(loops: Iterable[Loop[X]]) -> int:
-    """How often what stands in these loops runs; a loop of unknown length counts once."""
+    """Executions per call of an operation in these loops; a loop with an unknown trip count counts once."""
     return math.prod(1 if loop.trips is None else loop.trips for loop in loops)
 
 
@@ -214,7 +214,7 @@ T = TypeVar("T")
 
 
 def walk(start: Iterable[T], onward: Callable[[T], Iterable[T]]) -> set[T]:
-    """All that is reached from a start, which is among it, where ``onward`` gives what follows one."""
+    """Everything reachable from ``start``, inclusive, in the graph whose edges ``onward`` returns."""
     seen = set(start)
     waiting = list(seen)
     while waiting:
@@ -226,7 +226,7 @@ def walk(start: Iterable[T], onward: Callable[[T], Iterable[T]]) -> set[T]:
 
 
 def size_text(size: float) -> str:
-    """In the largest unit of which there is one at least.
+    """Formats a number of bytes in binary units.
 
     >>> [size_text(n) for n in (0, 1023, 1536, 3 * 2**30)]
     ['0 B', '1,023 B', '1.5 KiB', '3.0 GiB']
@@ -238,13 +238,13 @@ def size_text(size: float) -> str:
 
 
 def own_line(frames: Sequence[Frame]) -> str:
-    """Of lines of source, the innermost first, the first one that is no library's, as "file:line"."""
-    own = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
-    return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
+    """The innermost frame outside of libraries, or else the innermost one, as "file:line"; empty without a file."""
+    users = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
+    return "".join(f"{frame.file}:{frame.line}" for frame in (users or frames)[:1] if frame.file)
 
 
 def short(source: str) -> str:
-    """A line of source as a screen shows it: from the working directory, or the file's name alone."""
+    """Shortens the path in "file:line": relative to the working directory, or else the file name."""
     path, _, line = source.rpartition(":")
     if not path:
         return source
@@ -253,12 +253,12 @@ def short(source: str) -> str:
 
 
 class Reduced(NamedTuple, Generic[X]):
-    """An exchange of gradients of which nothing is made but sums.
+    """An exchange of gradients whose result is only added to accumulators.
 
     Attributes:
-      exchange: which.
-      loop: whose iterations add it up; None where calls do.
-      size: bytes of the exchange's operands of which this holds.
+      exchange: the collective.
+      loop: whose iterations accumulate; None if successive calls do.
+      size: bytes of the operands that are accumulated.
     """
 
     exchange: Exchange[X]
@@ -267,11 +267,11 @@ class Reduced(NamedTuple, Generic[X]):
 
 
 class Subject(Protocol[X]):
-    """A program, and what rules ask of it.
+    """A program, with the queries of the rules.
 
     Attributes:
-      noun: its arrays that last from call to call.
-      joins_sums: whether sums that do not wait for one another are exchanged together on its machine.
+      noun: name for its persistent arrays in messages.
+      joins_sums: whether the compiler or runtime merges independent all-reduces.
     """
 
     noun: str
@@ -279,58 +279,58 @@ class Subject(Protocol[X]):
 
     @cached_property
     def exchanges(self) -> list[Exchange[X]]:
-        """All collectives, in the program's order."""
+        """All collectives, in program order."""
         ...
 
     @cached_property
     def reduced(self) -> list[Reduced[X]]:
-        """The exchanges of gradients that a loop, or calls, only add up."""
+        """Exchanges of gradients that are only accumulated, over a loop or over calls."""
         ...
 
     def source(self, x: X) -> str:
-        """The line that an operation came from, "file:line"; empty where the program does not tell."""
+        """The source line of an operation, "file:line"; empty if unknown."""
         ...
 
     def loops(self) -> Iterable[tuple[Loop[X], int]]:
-        """The loops of more than one iteration, and how often each is begun in a call."""
+        """Loops of more than one iteration, and how often each is started per call."""
         ...
 
     def unrolled(self) -> Iterable[Sequence[Exchange[X]]]:
-        """Groups of several exchanges that are only added to each other."""
+        """Groups of several exchanges whose results are only added to each other."""
         return ()
 
     def kept(self) -> Sequence[tuple[X, int]]:
-        """Operations whose result a counter keeps or throws away although it is computed anew, and their bytes."""
+        """Operations that always run, but whose result a counter may discard, with the bytes of the result."""
         ...
 
     def could_join(self, exchange: Exchange[X]) -> bool:
-        """Whether an exchange may be one with others beside it."""
+        """Whether an exchange could be merged with neighbouring ones."""
         ...
 
     def unused(self, exchange: Exchange[X], loop: Loop[X]) -> bool:
-        """Whether the iterations of a loop only add up or stack what is exchanged."""
+        """Whether the iterations of a loop only accumulate or stack the exchanged values."""
         ...
 
     def beside(self, exchange: Exchange[X]) -> tuple[Hashable, ...]:
-        """The place and devices of an exchange, and how many it waits for: equal for those that could be one."""
+        """A key that is equal for exchanges that could be merged: computation, devices, and depth of dependencies."""
         ...
 
     def converted(self, exchange: Exchange[X]) -> Iterator[tuple[Shape, Shape]]:
-        """Conversions right before an exchange: arrays before and after each."""
+        """Conversions directly before an exchange, as arrays before and after."""
         ...
 
     def narrow_sums(self, loop: Loop[X] | None) -> Iterator[tuple[Shape, X]]:
-        """Arrays of less than 32 bits that the iterations of a loop, or calls, only add to, and where they do."""
+        """Accumulators of less than 32 bits, over a loop or (None) over calls, and the operations that add to them."""
         ...
 
     def exchanged(self, exchange: Exchange[X]) -> Hashable:
-        """The operands of an exchange and how they are exchanged; None where it is not known."""
+        """A key that is equal for exchanges of the same operands over the same devices; None if unknown."""
         ...
 
     def is_equal(self, exchange: Exchange[X]) -> bool:
-        """Whether an earlier exchange has made the operands of an exchange equal on its devices."""
+        """Whether the operands of an exchange are identical on its devices due to an earlier exchange."""
         ...
 
-    def one_turn(self, loop: Loop[X]) -> str:
-        """How a loop of unknown length is counted; empty if nothing in it costs anything."""
+    def counted_once(self, loop: Loop[X]) -> str:
+        """Describes a loop with an unknown trip count for a finding; empty if its body is negligible."""
         ...

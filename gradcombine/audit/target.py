@@ -1,5 +1,5 @@
 # pyright: standard
-"""The machines that a program is compiled for, whether they are here or not, and their published figures."""
+"""Hardware that programs are compiled for, attached or not, and its published figures."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradcombine.audit.subject import Exchange, X
 from gradcombine.errors import invalid, operation, shown
 
 H100 = Path(__file__).with_name("h100.textproto")
-"""The facts of an H100 SXM, as a GpuTargetConfigProto."""
+"""A GpuTargetConfigProto of an H100 SXM."""
 
 
 class Published(NamedTuple):
     """Published figures of one device.
 
     Attributes:
-      flops: operations a second of the fastest units, by bits of the operands' type.
-      bandwidth: of its memory, in bytes a second.
+      flops: peak operations per second, by the bit width of the operands.
+      bandwidth: of its memory, in bytes per second.
       memory: in bytes.
-      link: bytes a second that it sends to devices of its host, or of its slice; None where none is published.
-      network: bytes a second that it sends to other hosts; None where none is published.
+      link: bytes per second that it sends to devices of its host or slice; None if unpublished.
+      network: bytes per second that it sends to other hosts; None if unpublished.
     """
 
     flops: dict[int, float]
@@ -48,8 +48,7 @@ PUBLISHED = {
     "v5p": Published({8: 918e12, 16: 459e12, 32: 459e12}, 2765e9, 95 * GIB, 600e9),
     "v6e": Published({8: 1836e12, 16: 918e12, 32: 918e12}, 1640e9, 32 * GIB, 400e9),
 }
-"""A TPU multiplies float32 as bfloat16 unless it is told otherwise, so that rate is the bound."""
-
+"""Published figures by device. By default a TPU multiplies float32 as bfloat16, so that rate applies to both."""
 
 KINDS = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -61,11 +60,11 @@ KINDS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-"""Devices of which figures are known, by the names that JAX has for them."""
+"""Keys of `PUBLISHED` by JAX's ``device_kind``."""
 
 
 LENGTH = r"[1-9]\d{0,4}"
-"""Of a side of a slice, or a number of hosts or devices, in the name of a target."""
+"""Pattern of a slice dimension, or a number of hosts or devices, in the name of a target."""
 
 
 HERE = "this machine"
@@ -75,10 +74,10 @@ class Target(NamedTuple):
     """Devices to compile for.
 
     Attributes:
-      name: as it was asked for.
-      devices: JAX's; those of `jax.devices` for this machine.
-      per_host: how many of them share a host, or a slice.
-      figures: what is published of one; None where nothing is known.
+      name: as passed to `find_target`.
+      devices: devices of JAX; for this machine, `jax.devices`.
+      per_host: number of devices that share a host or slice.
+      figures: published figures of a device, or None.
     """
 
     name: str
@@ -93,16 +92,16 @@ class Target(NamedTuple):
 
 @operation("audit")
 def find_target(name: str | Target | None = None, *, compiles: bool = True) -> Target:
-    """The machine of this name.
+    """Finds the hardware of this name.
 
     Args:
       name: "h100:8" (one host), "h100:64x8" (hosts by devices), "v5e:16x16" (chips of a slice), or the path of a
-        GpuTargetConfigProto in text form and ":" with a number or hosts x devices; None for this machine. A `Target`
-        is returned as it is.
-      compiles: whether its compiler is needed; without, there are no devices, but the figures.
+        GpuTargetConfigProto in text form followed by ":" and the number of devices, or hosts x devices. None: this
+        machine. A `Target` is returned unchanged.
+      compiles: whether to load the compiler; otherwise the target has figures, but no devices.
 
     Raises:
-      GradCombineError: a name that is none of these, or a compiler that is not installed.
+      GradCombineError: for an unknown name, and if the compiler is not installed.
     """
     if isinstance(name, Target):
         return name
@@ -113,56 +112,56 @@ def find_target(name: str | Target | None = None, *, compiles: bool = True) -> T
 
         devices = tuple(jax.devices())
         figures = PUBLISHED.get(KINDS.get(devices[0].device_kind, ""))
-        # A host of GPUs is what NVLink joins; of TPUs, all that JAX sees are one slice.
-        near = len(jax.local_devices()) if devices[0].platform == "gpu" else len(devices)
-        return Target(HERE, devices, near, figures)
+        # NVLink connects the GPUs of a host; all TPUs that JAX reports form one slice.
+        per_host = len(jax.local_devices()) if devices[0].platform == "gpu" else len(devices)
+        return Target(HERE, devices, per_host, figures)
     kind, _, shape = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if kind in PUBLISHED and kind != "h100":
         if not re.fullmatch(rf"{LENGTH}x{LENGTH}(x{LENGTH})?", shape):
             raise invalid(f"a slice such as {kind}:4x4", name)
         chips = math.prod(int(n) for n in shape.split("x"))
         return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
-    hosts, _, each = shape.rpartition("x")
+    hosts, _, per_host = shape.rpartition("x")
     card = H100 if kind == "h100" else Path(kind)
     if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or not card.is_file():
         expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
         raise invalid(expected, shown(name))
     try:
         text = card.read_text()
-    except (OSError, ValueError) as error:  # not to be read, or no text
+    except (OSError, ValueError) as error:  # unreadable, or not text
         raise invalid("a GpuTargetConfigProto in text form", f"{card}: {error}") from None
     figures = PUBLISHED.get(kind) or described(text)
-    return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
+    return Target(name, gpu(text, int(per_host), int(hosts or 1)) if compiles else (), int(per_host), figures)
 
 
 @cache
 def gpu(description: str, devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
-    """GPUs of this description, so many in each host."""
+    """GPU devices for a GpuTargetConfigProto, with ``devices`` GPUs per host."""
     _require("jax_plugins.xla_cuda12", "--no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}")
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of CUDA's libraries, which a compiler needs not
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # compiling does not need the CUDA libraries
     shape = f"1x{hosts}x{devices}"
     return _topology("cuda", topology_name="gpu", target_config=description, topology=shape)
 
 
 @cache
 def tpu(name: str) -> tuple[Any, ...]:
-    """The chips of a slice, for instance ``"v5e:4x4"``."""
+    """TPU devices of a slice, for instance ``"v5e:4x4"``."""
     _require("libtpu", "'jax[tpu]=={0}'")
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no machine that could be asked what it is
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no cloud metadata server to query
     return _topology("tpu", topology_name=name)
 
 
 def described(text: str) -> Published:
-    """The figures in a GpuTargetConfigProto, which has none of tensor cores and links.
+    """The figures in a GpuTargetConfigProto, which lacks the rates of tensor cores and links.
 
     >>> described(H100.read_text()).bandwidth
     3352320000000.0
     """
-    facts = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}
-    needed = ("memory_bandwidth", "device_memory_size")
-    if lacking := [name for name in needed if not 0 < facts.get(name, 0) < math.inf]:
-        raise invalid(f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
-    bandwidth, memory = (facts[name] for name in needed)
+    fields = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}
+    required = ("memory_bandwidth", "device_memory_size")
+    if missing := [name for name in required if not 0 < fields.get(name, 0) < math.inf]:
+        raise invalid(f"a GpuTargetConfigProto with {', '.join(missing)}", "none of these")
+    bandwidth, memory = (fields[name] for name in required)
     return Published({}, bandwidth, int(memory))
 
 
@@ -170,12 +169,12 @@ def _require(module: str, packages: str) -> None:
     import jax
 
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         command = f"pip install {packages.format(jax.__version__)}"
-        raise invalid(f"the compiler of this target, in an environment of its own: {command}", "none installed")
+        raise invalid(f"the compiler of this target, in a separate environment: {command}", "none installed")
 
 
 def _topology(platform: str, **names: str) -> tuple[Any, ...]:
@@ -183,19 +182,19 @@ def _topology(platform: str, **names: str) -> tuple[Any, ...]:
 
     try:
         return tuple(topologies.get_topology_desc(platform=platform, **names).devices)
-    except Exception as error:  # the compiler's own class
+    except Exception as error:  # the exception classes of compilers are private
         reason = " ".join(str(error).split())[:200]
-        # A plugin that found no CUDA when JAX began was not registered, and is not asked again.
-        before = ", with JAX_PLATFORMS=cpu set before JAX begins" * isinstance(error, NotImplementedError)
-        raise invalid(f"a target that its compiler knows{before}", reason) from None
+        # Without JAX_PLATFORMS=cpu, JAX does not register a plugin that finds no CUDA at start-up.
+        hint = ", with JAX_PLATFORMS=cpu set before JAX begins" * isinstance(error, NotImplementedError)
+        raise invalid(f"a target that its compiler knows{hint}", reason) from None
 
 
 class Bound(NamedTuple):
-    """A time that no execution is shorter than, and how it comes about.
+    """A lower bound of execution time.
 
     Attributes:
-      seconds: the sum divided by the rate; None where no rate is published.
-      arithmetic: the same in words.
+      seconds: work divided by the peak rate; None if the rate is unpublished.
+      arithmetic: the calculation as text.
     """
 
     seconds: float | None
@@ -203,17 +202,18 @@ class Bound(NamedTuple):
 
 
 def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange[X]]) -> dict[str, Bound]:
-    """Of compute, memory and exchange, by the target's published figures.
+    """Lower bounds of the times of compute, memory and exchange, by the target's published figures.
 
     Args:
-      target, exchanges: each exchange counts as often as its loops turn.
-      flops: of matrix products and convolutions, by the bits of their types.
+      target: with figures.
+      flops: of matrix products and convolutions, by the bit width of their type.
       moved: bytes in main memory.
+      exchanges: each counts once per iteration of its loops.
     """
     figures = target.figures
     if figures is None:
-        nothing = Bound(None, f"no rates are published for {target.name}")
-        return dict.fromkeys(("compute", "memory", "exchange"), nothing)
+        unknown = Bound(None, f"no rates are published for {target.name}")
+        return dict.fromkeys(("compute", "memory", "exchange"), unknown)
     return {
         "compute": _compute(flops, figures),
         "memory": _memory(moved, figures),

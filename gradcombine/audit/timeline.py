@@ -1,4 +1,4 @@
-"""A timeline of one call: the operations in order, with their computation, bytes and exchanges."""
+"""A timeline of one call: operations in program order, with their compute, bytes moved and exchanges."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gradcombine.reporting.sections import Band, Mark, Timeline
 
 LANES = ("compute", "memory", "exchange")
 BINS = 500
-"""Across the drawing: what is narrower is averaged."""
+"""Horizontal resolution; narrower operations are averaged."""
 
 DEEPEST = 3
-"""Loops within loops that are drawn."""
+"""Most levels of nested loops that are drawn."""
 
 
 class _Step(NamedTuple):
-    """One operation, of one turn of the loops around it.
+    """One execution of an operation.
 
     Attributes:
-      costs: in each lane, seconds at the bound; where nothing is published, operations and bytes.
-      loops: around it.
-      exchange: its number among the program's, from 1 on; 0 for what exchanges nothing.
+      costs: lower bound of the time in each lane, in seconds; without published figures, flops and bytes.
+      loops: enclosing loops.
+      exchange: one-based index among the program's exchanges; 0 for other operations.
     """
 
     costs: tuple[float, float, float]
@@ -37,11 +37,10 @@ class _Step(NamedTuple):
 
 
 def timeline(report: Audit) -> Timeline | None:
-    """The drawing of one call; None where nothing is computed, moved or exchanged, and for a graph.
+    """The timeline of one call; None for a graph, and if nothing is computed, moved or exchanged.
 
-    An operation is as wide as the longest of its three times at the bound, one after another; a turn of a loop is drawn
-    once. Where nothing is published, an operation is as wide as the bytes that it moves and sends, and the height of
-    what it computes is relative to that.
+    Operations follow each other, each as wide as the largest of its three lower bounds; of a loop, one iteration is
+    drawn. Without published figures, the width is the bytes moved and sent, and compute is relative to these.
     """
     published = report.target.figures is not None
     if isinstance(report.program, Graph):
@@ -97,24 +96,24 @@ def _steps(report: Audit, program: Program) -> Iterator[_Step]:
 def _bands(
     program: Program, steps: Sequence[_Step], starts: Sequence[float], total: float, published: bool
 ) -> list[Band]:
-    """The loops, from where each begins to where its turn ends."""
-    found = list[Band]()
+    """Bands over the drawn iteration of each loop."""
+    bands = list[Band]()
     for depth in range(DEEPEST):
-        begun = 0
+        first = 0
         for i in range(len(steps) + 1):
-            around = steps[begun].loops[: depth + 1] if begun < len(steps) else ()
-            if i < len(steps) and steps[i].loops[: depth + 1] == around:
+            loops = steps[first].loops[: depth + 1] if first < len(steps) else ()
+            if i < len(steps) and steps[i].loops[: depth + 1] == loops:
                 continue
-            if len(around) > depth:
-                loop = around[depth]
-                width = starts[i] - starts[begun]
-                turns = "?" if loop.trips is None else f"{loop.trips:,}"
+            if len(loops) > depth:
+                loop = loops[depth]
+                width = starts[i] - starts[first]
+                trips = "?" if loop.trips is None else f"{loop.trips:,}"
                 each = (_time if published else size_text)(width * total)
                 source = short(program.source(loop.operation))
-                words = f"a loop of {turns} iterations, {each} each" + f", {source}" * bool(source)
-                found.append(Band(starts[begun], width, depth, f"x {turns}", words))
-            begun = i
-    return found
+                words = f"a loop of {trips} iterations, {each} each" + f", {source}" * bool(source)
+                bands.append(Band(starts[first], width, depth, f"x {trips}", words))
+            first = i
+    return bands
 
 
 def _exchange(report: Audit, number: int) -> str:
@@ -125,17 +124,17 @@ def _exchange(report: Audit, number: int) -> str:
 
 
 def _note(report: Audit, published: bool) -> str:
-    turns = " One iteration of a loop is drawn."
+    loops = " One iteration of each loop is drawn."
     if not published:
         return (
-            f"Nothing is published of {report.target.name}: an operation is as wide as the bytes that it moves and "
-            f"sends, and as high in the lane of compute as it computes for each byte.{turns}"
+            f"No rates are published for {report.target.name}: the width of an operation is the bytes that it moves "
+            f"and sends, and its height in the compute lane is its operations per byte.{loops}"
         )
     unknown = [name for name, bound in report.bounds.items() if bound.seconds is None]
-    left = f" Without {' and '.join(unknown)}, of which no rate is published." if unknown else ""
+    omitted = f" Without {' and '.join(unknown)}, for which no rate is published." if unknown else ""
     return (
-        "An operation is as wide as the longest of its three times at the bound, one after another, and as high in a "
-        f"lane as the part of this that the lane takes.{turns}{left}"
+        "The width of an operation is the largest of its three lower bounds, and its height in a lane is the fraction "
+        f"of that width which the lane takes. Operations follow each other.{loops}{omitted}"
     )
 
 

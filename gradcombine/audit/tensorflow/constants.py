@@ -1,5 +1,5 @@
 # pyright: standard
-"""Values that a TensorFlow graph fixes before it runs: constants, and the iterations of its loops."""
+"""Constant folding in TensorFlow graphs, and the trip counts of their loops."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from gradcombine.audit.subject import walk
-from gradcombine.audit.tensorflow.inlined import Inlined, Operation, Turning, Value
+from gradcombine.audit.tensorflow.inlined import GraphLoop, Inlined, Operation, Value
 from gradcombine.types import Array
 
-TURNS = 1000
-"""Of a loop that are followed one after another."""
+MAX_ITERATIONS = 1000
+"""Most iterations of a loop that are evaluated one by one."""
 
-LONGEST = 2**31
-"""Turns of a loop that are counted."""
+MAX_TRIPS = 2**31
+"""Largest trip count that is found by extrapolation."""
 
-LARGEST = 1024
-"""Elements of a constant that is looked at."""
+MAX_ELEMENTS = 1024
+"""Most elements of a constant that is evaluated."""
 
-DEEPEST = 200
-"""Operations one behind another that are looked through."""
+MAX_DEPTH = 200
+"""Longest chain of operations that is evaluated."""
 
 COMPUTED: dict[str, Callable[..., Any]] = {
     "Add": np.add,
@@ -65,10 +65,10 @@ LINEAR = {"Add", "AddV2", "Sub", "Neg"}
 
 
 def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: int = 0) -> Any:
-    """A value as an array of NumPy, from the values that are known; None for what only running the graph tells."""
+    """Evaluates a value to a NumPy array, from the values in ``known``; None if it depends on inputs of the graph."""
     if value in known:
         return known[value]
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         return None
     if value in graph.sources:
         origins = graph.origins(value, known)
@@ -84,89 +84,89 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
             return None
         return np.array(array.dims if x.op == "Shape" else array.elements, np.int64)
     if x.op == "Const":
-        return _told(x)
+        return _constant_of(x)
     if x.op not in COMPUTED and x.op not in ("Cast", "StridedSlice"):
         return None
     inputs = [constant(graph, v, known, depth + 1) for v in x.inputs]
     if x.op in ("LogicalAnd", "LogicalOr"):
-        settled = np.array(x.op == "LogicalOr")
-        if any(v is not None and v == settled for v in inputs):
-            return settled
+        absorbing = np.array(x.op == "LogicalOr")
+        if any(v is not None and v == absorbing for v in inputs):
+            return absorbing
     if any(v is None for v in inputs):
         return None
     if x.op == "Cast":
         return _cast(inputs[0], graph.arrays[value].kind)
     if x.op == "StridedSlice":
-        return _one_of(x, inputs)
+        return _element(x, inputs)
     try:
-        found = np.asarray(COMPUTED[x.op](*inputs))
+        result = np.asarray(COMPUTED[x.op](*inputs))
     except (ValueError, TypeError, ZeroDivisionError, MemoryError):
         return None
-    return found if found.size <= LARGEST else None
+    return result if result.size <= MAX_ELEMENTS else None
 
 
-def turns(graph: Inlined, turning: Turning) -> int | None:
-    """How often a loop turns; None where only running it tells."""
-    if turning.proceed is None:
+def trip_count(graph: Inlined, loop: GraphLoop) -> int | None:
+    """The number of iterations of a loop; None if it depends on inputs of the graph, or is too large."""
+    if loop.condition is None:
         return None
-    needed, operations = _needed(graph, turning)
-    state = {i: constant(graph, turning.given[i], {}) for i in needed}
+    needed, operations = _needed(graph, loop)
+    state = {i: constant(graph, loop.initial[i], {}) for i in needed}
     linear = operations <= MONOTONE | LINEAR | {"Const", "Identity"}
     steps = list[dict[int, Any]]()
-    for turn in range(TURNS):
-        more = constant(graph, turning.proceed, {turning.asked[i]: v for i, v in state.items()})
+    for iteration in range(MAX_ITERATIONS):
+        more = constant(graph, loop.condition, {loop.condition_inputs[i]: v for i, v in state.items()})
         if more is None or more.size != 1:
             return None
         if not more.item():
-            return turn
-        given = {turning.carried[i]: v for i, v in state.items()}
-        after = {i: constant(graph, turning.results[i], given) for i in needed}
+            return iteration
+        carried = {loop.carried[i]: v for i, v in state.items()}
+        after = {i: constant(graph, loop.results[i], carried) for i in needed}
         if any(v is None and state[i] is not None for i, v in after.items()):
             return None
         if linear and all(v is not None for v in after.values()):
-            # What is computed of sums alone, and grew twice by the same, goes on to do so.
+            # Values that are computed by additions only, and twice grew by the same, will continue to do so.
             steps.append({i: after[i] - state[i] for i in needed})
             if len(steps) > 1 and all(np.array_equal(steps[-1][i], steps[-2][i]) for i in needed):
-                return _first_refusal(graph, turning, after, steps[-1], turn + 1)
+                return _first_false(graph, loop, after, steps[-1], iteration + 1)
         state = after
     return None
 
 
-def _first_refusal(
-    graph: Inlined, turning: Turning, state: dict[int, Any], step: dict[int, Any], turn: int
+def _first_false(
+    graph: Inlined, loop: GraphLoop, state: dict[int, Any], step: dict[int, Any], iteration: int
 ) -> int | None:
-    """The turn before which a condition of comparisons of what grows evenly is false for the first time."""
+    """Extrapolates state that grows by ``step`` to the first iteration for which a monotone condition is false."""
 
     def ends(n: int) -> bool:
-        given = {turning.asked[i]: v + n * step[i] for i, v in state.items()}
-        more = constant(graph, turning.proceed or 0, given)
+        inputs = {loop.condition_inputs[i]: v + n * step[i] for i, v in state.items()}
+        more = constant(graph, loop.condition or 0, inputs)
         return more is None or not more
 
-    found = bisect_left(range(LONGEST), True, key=ends)
-    return None if found == LONGEST else turn + found
+    remaining = bisect_left(range(MAX_TRIPS), True, key=ends)
+    return None if remaining == MAX_TRIPS else iteration + remaining
 
 
-def _needed(graph: Inlined, turning: Turning) -> tuple[list[int], set[str]]:
-    """The carried values that decide whether a loop goes on, and the operations that compute the decision."""
-    carried = {v: i for values in (turning.carried, turning.asked) for i, v in enumerate(values)}
+def _needed(graph: Inlined, loop: GraphLoop) -> tuple[list[int], set[str]]:
+    """Indices of the carried values that the condition depends on, and the operations that compute it and them."""
+    carried = {v: i for values in (loop.carried, loop.condition_inputs) for i, v in enumerate(values)}
 
     def before(v: Value) -> Iterable[Value]:
         x = graph.producers.get(v)
         if v in carried:
-            return [turning.results[carried[v]]]
-        return graph.sources.get(v) or (x.inputs if x is not None and turning in x.site.turns else ())
+            return [loop.results[carried[v]]]
+        return graph.sources.get(v) or (x.inputs if x is not None and loop in x.site.loops else ())
 
-    values = walk([turning.proceed or 0], before)
-    made = (graph.producers.get(v) for v in values if v not in carried and v not in graph.sources)
-    operations = {x.op for x in made if x is not None and turning in x.site.turns}
+    values = walk([loop.condition or 0], before)
+    producers = (graph.producers.get(v) for v in values if v not in carried and v not in graph.sources)
+    operations = {x.op for x in producers if x is not None and loop in x.site.loops}
     return sorted({carried[v] for v in values if v in carried}), operations
 
 
-def _told(x: Operation) -> Any:
+def _constant_of(x: Operation) -> Any:
     from tensorflow import make_ndarray
 
     proto = x.node.attr["value"].tensor
-    if np.prod([d.size for d in proto.tensor_shape.dim] or [1]) > LARGEST:
+    if np.prod([d.size for d in proto.tensor_shape.dim] or [1]) > MAX_ELEMENTS:
         return None
     array = make_ndarray(proto)
     if array.dtype.kind in "iu":
@@ -182,11 +182,11 @@ def _cast(array: Array, kind: str) -> Any:
     return array.astype({"f32": np.float32, "f64": np.float64}[kind]) if kind in ("f32", "f64") else None
 
 
-def _one_of(x: Operation, inputs: list[Any]) -> Any:
-    """One element of a vector, ``shape[i]``, which is what programs ask for."""
+def _element(x: Operation, inputs: list[Any]) -> Any:
+    """Evaluates a strided slice that takes one element of a vector, such as ``shape[i]``; None for others."""
     array, begin, *_ = inputs
-    plain = not any(x.node.attr[name].i for name in ("ellipsis_mask", "new_axis_mask") if name in x.node.attr)
-    if array.ndim != 1 or not plain or "shrink_axis_mask" not in x.node.attr or len(begin) != 1:
+    has_masks = any(x.node.attr[name].i for name in ("ellipsis_mask", "new_axis_mask") if name in x.node.attr)
+    if array.ndim != 1 or has_masks or "shrink_axis_mask" not in x.node.attr or len(begin) != 1:
         return None
     if x.node.attr["shrink_axis_mask"].i != 1 or not -len(array) <= begin[0] < len(array):
         return None

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Reads a graph of TensorFlow that is not compiled, with the functions that it calls, without running it."""
+"""Reads a TensorFlow graph and inlines the functions that it calls, without running it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradcombine.audit.subject import Frame, Loop, Shape, own_line, walk
 from gradcombine.errors import invalid
 
 Value = int
-"""The number of one output of one operation, where each call of a function counts anew."""
+"""Index of an output of an operation. Each call of a function has its own operations."""
 
 ALL_REDUCES = (
     *("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"),
@@ -30,65 +30,65 @@ COLLECTIVES = {
     **dict.fromkeys(("CollectiveBcastRecv", "CollectiveBcastRecvV2", "HorovodBroadcast"), "collective-broadcast"),
     "CollectivePermute": "collective-permute",
 }
-"""Kinds of collectives, as HLO names them, by TensorFlow's operations."""
+"""Types of collectives, as HLO names them, by TensorFlow operation."""
 
 SUMS_OF_DEVICES = {"AddN", "NcclReduce"}
-"""Operations that may take one input of each device."""
+"""Operations that may have one input from each device."""
 
 WHILE = {"While", "StatelessWhile", "_While", "XlaWhile", "RiscWhile"}
 BRANCHES = {"If", "StatelessIf", "_If", "XlaIf", "Case", "StatelessCase"}
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 OVER_DATA = {"ReduceDataset", "ScanDataset"}
-"""Loops over a data set: their function takes what is carried, an element, and what it captures."""
+"""Loops over a dataset, whose function takes the carried values, an element, and the captured values."""
 
 WRITES = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 FLOW_V1 = {"Enter", "RefEnter", "Merge", "RefMerge", "NextIteration", "RefNextIteration"}
 PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 BEFORE_LAYOUTS = {"Relayout", "RelayoutLike", "CopyToMesh"}
 
-MOST = 2_000_000
-"""Operations, where each call of a function counts anew."""
+MAX_OPERATIONS = 2_000_000
+"""Most operations of a graph after inlining."""
 
 KINDS = [
     *("", "f32", "f64", "s32", "u8", "s16", "s8", "", "c64", "s64", "pred", "", "", "", "bf16", "", "", "u16", "c128"),
     *("f16", "", "", "u32", "u64", "f8e5m2", "f8e4m3fn", "", "", "", "s4", "u4"),
 ]
-"""Element types as HLO names them, by their numbers in TensorFlow; empty for handles, strings and other ones."""
+"""Element types as HLO names them, by TensorFlow's DataType enum; empty for handles, strings and others."""
 
 
 @dataclass(eq=False)
-class Turning(Loop["Operation"]):
+class GraphLoop(Loop["Operation"]):
     """A loop of a graph.
 
     Attributes:
-      given: what it carries before the first turn.
-      carried: the same at the beginning of a turn.
-      results: the same at its end.
-      asked: the same, as its condition takes it.
-      proceed: the condition's result; None where data decide.
+      initial: carried values before the first iteration.
+      carried: carried values at the beginning of an iteration.
+      results: carried values at the end of an iteration.
+      condition_inputs: carried values as arguments of the condition.
+      condition: result of the condition; None for a loop over a dataset.
     """
 
-    given: list[Value] = field(default_factory=list)
+    initial: list[Value] = field(default_factory=list)
     carried: list[Value] = field(default_factory=list)
     results: list[Value] = field(default_factory=list)
-    asked: list[Value] = field(default_factory=list)
-    proceed: Value | None = None
+    condition_inputs: list[Value] = field(default_factory=list)
+    condition: Value | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A function where it is called.
+    """A call of a function.
 
     Attributes:
       function: its name; empty for the graph itself.
-      turns: the loops around it, the outermost first.
-      branches: those around it: the number of the conditional, and that of the branch.
-      device: where it is called.
-      callers: the functions around it.
+      loops: enclosing loops, outermost first.
+      branches: enclosing branches, each as the indices of its conditional and of the branch.
+      device: of the call.
+      callers: enclosing functions.
     """
 
     function: str = ""
-    turns: tuple[Turning, ...] = ()
+    loops: tuple[GraphLoop, ...] = ()
     branches: tuple[tuple[int, int], ...] = ()
     device: str = ""
     callers: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class Site:
 
 @dataclass(eq=False)
 class Operation:
-    """One operation, where it stands; inputs are without those that only give an order."""
+    """An operation at its call site. Inputs do not include control dependencies."""
 
     node: Any
     site: Site
@@ -117,7 +117,7 @@ class Operation:
 
     @property
     def collective(self) -> str:
-        """The kind of collective that it is if it is one: sums of several devices' arrays are all-reduces."""
+        """The type of collective, or empty. Operations that may sum over devices count as all-reduces here."""
         return COLLECTIVES.get(self.op, "all-reduce" if self.op in SUMS_OF_DEVICES else "")
 
     @property
@@ -125,23 +125,24 @@ class Operation:
         return self.node.device or self.site.device
 
     @property
-    def loops(self) -> tuple[Turning, ...]:
-        """The loops of more than one turn around it, the outermost first."""
-        return tuple(turning for turning in self.site.turns if turning.trips != 1)
+    def loops(self) -> tuple[GraphLoop, ...]:
+        """Enclosing loops of more than one iteration, outermost first."""
+        return tuple(loop for loop in self.site.loops if loop.trips != 1)
 
 
 class Inlined:
-    """A graph, with its functions in the place of their calls.
+    """A graph with all function calls inlined.
 
     Args:
       name: of the graph.
-      proto: a ``GraphDef`` with the shapes of what operations give (``as_graph_def(add_shapes=True)``).
-      results: the values that it returns, as "operation:number". None: those that nothing takes.
-      frames: of a function ("" for the graph) and the name of an operation, the lines of source, the innermost first.
-      devices: of variables that the graph captures, by the names of their placeholders.
+      proto: a ``GraphDef`` with output shapes (``as_graph_def(add_shapes=True)``).
+      results: returned values, as "operation:index". None: all values without a user.
+      frames: returns the stack frames of an operation, innermost first, for a function ("" for the graph) and the
+        operation's name.
+      devices: of captured variables, by the names of their placeholders.
 
     Raises:
-      GradCombineError: control flow of version 1, a function that is missing, or more operations than can be read.
+      GradCombineError: for control flow of TensorFlow 1, a missing function, or too many operations.
     """
 
     def __init__(
@@ -155,20 +156,20 @@ class Inlined:
         self.name, self._frames, self._devices = name, frames, devices
         self._library = {x.signature.name: x for x in proto.library.function}
         self._definitions = dict[str, Any]()
-        self._acts = dict[str, bool]()
+        self._effects = dict[str, bool]()
         self.operations = list[Operation]()
         self.arrays = list[Shape]()
         self.producers = dict[Value, Operation]()
         self.sources = dict[Value, list[Value]]()
-        """Where values come from that nothing computes: arguments and results of functions, loops and branches."""
+        """Values that are passed on as an argument or result of a function, loop or branch, by the receiving value."""
         self.targets = dict[Value, list[Value]]()
-        """Values that come from each source, the inverse of `sources`."""
+        """The inverse of `sources`."""
         self.uses = dict[Value, list[Operation]]()
         self.chosen = dict[Value, tuple[Value, list[Value]]]()
-        """Of results of a conditional: what decides, and what each branch gives."""
+        """The predicate of a conditional and the results of its branches, by output value."""
         self.escaping = set[Value]()
-        """Values that are needed where the graph does not tell."""
-        self.turnings = list[Turning]()
+        """Values that are used in an unknown way, for instance as a result of the graph."""
+        self.graph_loops = list[GraphLoop]()
         self.conditionals = list[Operation]()
         self.notes = dict[str, None]()
         find = self._inline(proto.node, Site(), {})
@@ -179,11 +180,11 @@ class Inlined:
             self.escaping.update(map(find, results))
 
     def source(self, x: Operation) -> str:
-        """The user's line of source of an operation of the graph."""
+        """The user's source line of an operation."""
         return own_line(self._frames(x.site.function, x.node.name))
 
     def origins(self, value: Value, known: Container[Value] = ()) -> set[Value]:
-        """Where a value is made: behind functions, loops, branches and copies; no further than what is known."""
+        """Follows a value back through functions, loops, branches and copies; stops at values in ``known``."""
 
         def before(v: Value) -> Iterable[Value]:
             x = self.producers.get(v)
@@ -196,32 +197,32 @@ class Inlined:
         return {v for v in walk([value], before) if not before(v)}
 
     def _inline(self, nodes: Iterable[Any], site: Site, arguments: dict[str, list[Value]]) -> Callable[[str], Value]:
-        """Adds a function's operations; returns what finds a value by its name in it."""
+        """Adds a function's operations; returns a function that looks up its values by name."""
         named = dict[str, tuple[Operation, dict[str, int]]]()
         for node in nodes:
             if node.op in FLOW_V1:
                 raise invalid("a graph whose loops and branches are functions (While, If)", node.op)
             x, starts = Operation(node, site), dict[str, int]()
-            told = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
+            shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
             for argument in self._definition(node.op).output_arg:
                 starts[argument.name] = len(x.outputs)
                 for kind in self._types(argument, node):
-                    shape = told[len(x.outputs)] if len(x.outputs) < len(told) else None
+                    shape = shapes[len(x.outputs)] if len(x.outputs) < len(shapes) else None
                     dims = None if shape is None or shape.unknown_rank else tuple(d.size for d in shape.dim)
                     exact = dims is not None and -1 not in dims
                     x.outputs.append(self._value(Shape(kind, tuple(map(abs, dims or ())), exact=exact)))
             self.producers.update(dict.fromkeys(x.outputs, x))
             self.operations.append(x)
             named[node.name] = x, starts
-        if len(self.operations) > MOST:
-            raise invalid(f"a graph of at most {MOST:,} operations, functions included", "more")
+        if len(self.operations) > MAX_OPERATIONS:
+            raise invalid(f"a graph of at most {MAX_OPERATIONS:,} operations, functions included", "more")
 
         def find(name: str) -> Value:
             operation, *rest = name.split(":")
             if operation in arguments:
                 return arguments[operation][int(rest[-1]) if rest else 0]
             if operation not in named:
-                raise invalid("a graph that is whole", f"{operation} is missing in {site.function}")
+                raise invalid("a complete graph", f"{operation} is missing in {site.function}")
             x, starts = named[operation]
             return x.outputs[(starts[rest[0]] if len(rest) == 2 else 0) + (int(rest[-1]) if rest else 0)]
 
@@ -234,16 +235,16 @@ class Inlined:
         return find
 
     def _enter(self, x: Operation) -> bool:
-        """Puts the functions that an operation calls in its place; False if the operation stands for itself."""
+        """Inlines the functions that an operation calls; returns False if the operation itself is kept."""
         functions = self._functions(x.node)
         if x.op in WHILE:
-            turning = self._turning(x, x.inputs, len(x.inputs))
-            turning.asked = [self._like(v) for v in x.inputs]
-            turning.results = self._call(x, functions["body"][0], turning.carried, turning)
-            (turning.proceed, *_) = self._call(x, functions["cond"][0], turning.asked, turning)
-            for i, result in enumerate(turning.results):
-                for after in (turning.carried[i], turning.asked[i], x.outputs[i]):
-                    self._link(after, turning.given[i], result)
+            loop = self._new_loop(x, x.inputs, len(x.inputs))
+            loop.condition_inputs = [self._like(v) for v in x.inputs]
+            loop.results = self._call(x, functions["body"][0], loop.carried, loop)
+            (loop.condition, *_) = self._call(x, functions["cond"][0], loop.condition_inputs, loop)
+            for i, result in enumerate(loop.results):
+                for after in (loop.carried[i], loop.condition_inputs[i], x.outputs[i]):
+                    self._link(after, loop.initial[i], result)
         elif x.op in BRANCHES:
             branches = [name for names in functions.values() for name in names]
             if "then_branch" in functions:
@@ -264,11 +265,11 @@ class Inlined:
         elif x.op in OVER_DATA:
             self._over_data(x, functions["f"][0])
         else:
-            for name in (name for names in functions.values() for name in names if self._is_of_interest(name)):
-                turning = self._turning(x, (), 0)
-                arguments = self._library[name].signature.input_arg
-                given = [self._argument(a) for a in arguments]
-                self.escaping.update(self._call(x, name, given, turning))
+            # An unknown operation may call its functions any number of times.
+            for name in (name for names in functions.values() for name in names if self._has_effects(name)):
+                loop = self._new_loop(x, (), 0)
+                arguments = [self._argument(a) for a in self._library[name].signature.input_arg]
+                self.escaping.update(self._call(x, name, arguments, loop))
             if x.op in PYTHON:
                 self.notes[f"what Python does in {x.op}"] = None
             if x.op in BEFORE_LAYOUTS:
@@ -279,15 +280,15 @@ class Inlined:
     def _over_data(self, x: Operation, name: str) -> None:
         arguments = self._library[name].signature.input_arg
         carried, captured = (len(x.node.attr[key].list.type) for key in ("Tstate", "Targuments"))
-        turning = self._turning(x, x.inputs[1:], carried)
-        rest = [self._argument(a) for a in arguments[carried : len(arguments) - captured]]
-        last = self._passed(x.inputs[1 + carried : 1 + carried + captured])
-        results = self._call(x, name, [*turning.carried, *rest, *last], turning)
-        turning.results = results[:carried]
-        for i, result in enumerate(turning.results):
-            self._link(turning.carried[i], turning.given[i], result)
+        loop = self._new_loop(x, x.inputs[1:], carried)
+        element = [self._argument(a) for a in arguments[carried : len(arguments) - captured]]
+        captures = self._passed(x.inputs[1 + carried : 1 + carried + captured])
+        results = self._call(x, name, [*loop.carried, *element, *captures], loop)
+        loop.results = results[:carried]
+        for i, result in enumerate(loop.results):
+            self._link(loop.carried[i], loop.initial[i], result)
             if x.op == "ReduceDataset":
-                self._link(x.outputs[i], turning.given[i], result)
+                self._link(x.outputs[i], loop.initial[i], result)
         self.escaping.update(results[carried:])
 
     def _call(
@@ -295,31 +296,31 @@ class Inlined:
         x: Operation,
         name: str,
         given: list[Value],
-        turning: Turning | None = None,
+        loop: GraphLoop | None = None,
         branch: tuple[int, int] | None = None,
     ) -> list[Value]:
-        around, function = x.site, self._library.get(name)
+        caller, function = x.site, self._library.get(name)
         if function is None:
             raise invalid(f"a graph with the function {name}", "none of this name")
-        if name in around.callers:
-            raise invalid("a graph of functions that do not call themselves", name)
+        if name in caller.callers:
+            raise invalid("a graph without recursive functions", name)
         if "_XlaMustCompile" in function.attr and function.attr["_XlaMustCompile"].b:
             self.notes[f"what XLA makes of {name}: audit that tf.function by itself"] = None
-        turns = (*around.turns, turning) if turning else around.turns
-        branches = (*around.branches, branch) if branch else around.branches
-        site = Site(name, turns, branches, x.device, (*around.callers, name))
+        loops = (*caller.loops, loop) if loop else caller.loops
+        branches = (*caller.branches, branch) if branch else caller.branches
+        site = Site(name, loops, branches, x.device, (*caller.callers, name))
         arguments = {x.name: [v] for x, v in zip(function.signature.input_arg, given, strict=True)}
         find = self._inline(function.node_def, site, arguments)
         return [find(function.ret[result.name]) for result in function.signature.output_arg]
 
-    def _turning(self, x: Operation, given: Sequence[Value], count: int) -> Turning:
-        turning = Turning(x, None, list(given[:count]))
-        turning.carried = [self._like(v) for v in turning.given]
-        self.turnings.append(turning)
-        return turning
+    def _new_loop(self, x: Operation, given: Sequence[Value], count: int) -> GraphLoop:
+        loop = GraphLoop(x, None, list(given[:count]))
+        loop.carried = [self._like(v) for v in loop.initial]
+        self.graph_loops.append(loop)
+        return loop
 
     def _passed(self, given: Iterable[Value]) -> list[Value]:
-        """Arguments of a function, for each of its calls."""
+        """Creates values for the arguments of a call."""
         passed = list[Value]()
         for v in given:
             passed.append(self._like(v))
@@ -327,6 +328,7 @@ class Inlined:
         return passed
 
     def _link(self, after: Value, *before: Value) -> None:
+        """Records that a value is passed on as ``after``."""
         self.sources.setdefault(after, []).extend(before)
         self.producers.pop(after, None)
         for v in before:
@@ -345,25 +347,25 @@ class Inlined:
         return self._value(self.arrays[v])
 
     def _functions(self, node: Any) -> dict[str, list[str]]:
-        """The functions that attributes name, in the order of the operation's definition."""
-        found = dict[str, list[str]]()
+        """The names of the functions in an operation's attributes, by attribute, in the order of its definition."""
+        functions = dict[str, list[str]]()
         for attribute in self._definition(node.op).attr if node.op not in self._library else ():
             if attribute.type == "func":
-                found[attribute.name] = [node.attr[attribute.name].func.name]
+                functions[attribute.name] = [node.attr[attribute.name].func.name]
             elif attribute.type == "list(func)":
-                found[attribute.name] = [f.name for f in node.attr[attribute.name].list.func]
-        return found
+                functions[attribute.name] = [f.name for f in node.attr[attribute.name].list.func]
+        return functions
 
-    def _is_of_interest(self, name: str) -> bool:
-        """Whether a function, or one that it calls, exchanges or writes anything."""
-        if name not in self._acts:
-            self._acts[name] = False
+    def _has_effects(self, name: str) -> bool:
+        """Whether a function, or one that it calls, contains a collective or writes to a variable."""
+        if name not in self._effects:
+            self._effects[name] = False  # ends recursion
             nodes = self._library[name].node_def if name in self._library else ()
             called = (f for node in nodes for names in self._functions(node).values() for f in names)
-            self._acts[name] = any(n.op in COLLECTIVES or n.op in WRITES for n in nodes) or any(
-                map(self._is_of_interest, called)
+            self._effects[name] = any(n.op in COLLECTIVES or n.op in WRITES for n in nodes) or any(
+                map(self._has_effects, called)
             )
-        return self._acts[name]
+        return self._effects[name]
 
     def _definition(self, op: str) -> Any:
         if op in self._library:
@@ -371,22 +373,22 @@ class Inlined:
         if op not in self._definitions:
             from tensorflow.python.framework import op_def_registry  # pyright: ignore[reportMissingImports]
 
-            found = op_def_registry.get(op)
-            if found is None:
+            definition = op_def_registry.get(op)
+            if definition is None:
                 raise invalid("operations that the installed TensorFlow knows", op)
-            self._definitions[op] = found
+            self._definitions[op] = definition
         return self._definitions[op]
 
     def _types(self, argument: Any, node: Any) -> list[str]:
-        def told(name: str) -> Any:
+        def value(name: str) -> Any:
             if name in node.attr:
                 return node.attr[name]
             return next(x.default_value for x in self._definition(node.op).attr if x.name == name)
 
         if argument.type_list_attr:
-            return [_kind(kind) for kind in told(argument.type_list_attr).list.type]
-        kind = argument.type or (told(argument.type_attr).type if argument.type_attr else 0)
-        return [_kind(kind)] * (told(argument.number_attr).i if argument.number_attr else 1)
+            return [_kind(kind) for kind in value(argument.type_list_attr).list.type]
+        kind = argument.type or (value(argument.type_attr).type if argument.type_attr else 0)
+        return [_kind(kind)] * (value(argument.number_attr).i if argument.number_attr else 1)
 
 
 def _kind(number: int) -> str:

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Takes a graph from a tf.function, a ConcreteFunction or a SavedModel; the compiled program where XLA compiles it."""
+"""Reads the graph of a tf.function, ConcreteFunction or SavedModel, or its HLO if XLA compiles it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.errors import attribute, invalid
 from gradcombine.types import Tree
 
-NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
-"""Parts of the paths of files that no reader of a report knows."""
+HIDDEN = (*LIBRARIES, "__autograph_generated_file", "threading.py")
+"""Parts of the paths of files that reports do not show."""
 
 
 def is_function(step: object) -> bool:
-    """Whether this is a tf.function, or one that is traced."""
+    """Whether a step is a tf.function or a ConcreteFunction."""
     return attribute(step, "get_concrete_function") is not None or is_traced(step)
 
 
@@ -30,7 +30,7 @@ def is_traced(step: object) -> bool:
 
 
 class Compiled(NamedTuple):
-    """A function for XLA, or what XLA has made of it, as a proto, and the lines of its operations' source."""
+    """A function as an HLO proto, optimized or not, with the source lines of its operations."""
 
     name: str
     hlo: bytes
@@ -41,38 +41,41 @@ def read_function(step: Any, args: Sequence[Tree], *, optimized: bool) -> Graph 
     """Traces a tf.function for its arguments, without running it.
 
     Args:
-      step: a function of ``tf.function``, or a ``ConcreteFunction``, which takes no arguments here.
-      args: tensors, ``tf.TensorSpec``, or whatever the function is called with.
-      optimized: whether HLO is compiled for this machine, or left as TensorFlow has written it.
+      step: a function of ``tf.function``, or a ``ConcreteFunction``.
+      args: arguments of the function, or ``tf.TensorSpec``; empty for a ``ConcreteFunction``.
+      optimized: whether to compile HLO for this machine, or to return it unoptimized.
 
     Returns:
-      Its graph; with ``jit_compile=True``, its HLO.
+      The graph; with ``jit_compile=True``, the HLO.
     """
     if is_traced(step):
         if args:
             raise invalid("a ConcreteFunction without arguments", f"{len(args)}")
         return of_concrete(step)
     concrete = step.get_concrete_function(*args)
-    if "_XlaMustCompile" in (told := concrete.function_def.attr) and told["_XlaMustCompile"].b:
+    if "_XlaMustCompile" in (attributes := concrete.function_def.attr) and attributes["_XlaMustCompile"].b:
         stage = "optimized_hlo_serialized" if optimized else "hlo_serialized"
-        given = _with_defaults(inspect.signature(step.python_function).bind(*args))
-        hlo = step.experimental_get_compiler_ir(*given.args, **given.kwargs)(stage=stage)
+        bound = _with_defaults(inspect.signature(step.python_function).bind(*args))
+        hlo = step.experimental_get_compiler_ir(*bound.args, **bound.kwargs)(stage=stage)
         return Compiled(_short(_name(concrete)), hlo, _lines(concrete))
     return of_concrete(concrete)
 
 
-def _with_defaults(given: inspect.BoundArguments) -> inspect.BoundArguments:
-    """Tracing takes defaults by itself, and compiling does not; nor does it take specifications beside values."""
+def _with_defaults(bound: inspect.BoundArguments) -> inspect.BoundArguments:
+    """Adds default arguments, which ``experimental_get_compiler_ir`` lacks, and then replaces specs by zeros.
+
+    It does not accept specs together with values.
+    """
     from tensorflow import TensorSpec, nest, zeros
 
-    named = len(given.arguments)
-    given.apply_defaults()
-    if len(given.arguments) > named:
-        for name, x in given.arguments.items():
-            given.arguments[name] = nest.map_structure(
+    passed = len(bound.arguments)
+    bound.apply_defaults()
+    if len(bound.arguments) > passed:
+        for name, x in bound.arguments.items():
+            bound.arguments[name] = nest.map_structure(
                 lambda x: zeros(x.shape, x.dtype) if isinstance(x, TensorSpec) else x, x
             )
-    return given
+    return bound
 
 
 def of_concrete(concrete: Any) -> Graph:
@@ -86,16 +89,16 @@ def _name(concrete: Any) -> str:
 
 
 def _short(name: str) -> str:
-    """Without the number that each trace has of its own."""
-    found = re.fullmatch(r"__inference_(.+)_\d+", name)
-    return found[1] if found else name
+    """The name of a ConcreteFunction without the suffix that is unique to each trace."""
+    match = re.fullmatch(r"__inference_(.+)_\d+", name)
+    return match[1] if match else name
 
 
 def read_saved(path: Path) -> Iterator[Graph]:
-    """The graphs of a SavedModel: that of its signatures, and the functions beside them that write or exchange.
+    """The graphs of a SavedModel: that of its signatures, and other functions with variable writes or collectives.
 
     Raises:
-      GradCombineError: a file that is none.
+      GradCombineError: for a file that is not a SavedModel.
     """
     from google.protobuf.message import DecodeError
     from tensorflow import compat
@@ -105,60 +108,60 @@ def read_saved(path: Path) -> Iterator[Graph]:
     try:
         saved.ParseFromString(path.read_bytes())
     except DecodeError as error:
-        raise invalid("a SavedModel that is whole", f"{path}: {error}") from None
+        raise invalid("an undamaged SavedModel", f"{path}: {error}") from None
     if not saved.meta_graphs:
         raise invalid("a SavedModel with a graph", f"{path}, which holds none")
     for meta in saved.meta_graphs:
-        whole = Graph(path.parent.name or "saved_model", meta.graph_def)
-        yield whole
-        for name in whole.roots():
+        main = Graph(path.parent.name or "saved_model", meta.graph_def)
+        yield main
+        for name in main.roots():
             proto = compat.v1.GraphDef(library=meta.graph_def.library)
             node = proto.node.add(name="call", op=name)
             for argument in next(x for x in proto.library.function if x.signature.name == name).signature.input_arg:
-                given = proto.node.add(name=f"argument_{argument.name}", op="Placeholder")
-                given.attr["dtype"].type = argument.type
-                node.input.append(given.name)
+                placeholder = proto.node.add(name=f"argument_{argument.name}", op="Placeholder")
+                placeholder.attr["dtype"].type = argument.type
+                node.input.append(placeholder.name)
             yield Graph(name, proto)
 
 
 def _lines(concrete: Any) -> Lines:
-    """By the names that XLA gives to operations: those of the calls and loops around them come first."""
+    """Source lines by XLA's names of operations, which are prefixed with those of enclosing calls and loops."""
     proto, frames = concrete.graph.as_graph_def(), _frames(_name(concrete))
     library = {x.signature.name: x for x in proto.library.function}
-    places = dict[str, tuple[str, str]]()
+    operations = dict[str, tuple[str, str]]()
 
-    def enter(nodes: Any, around: str, function: str) -> None:
+    def enter(nodes: Any, prefix: str, function: str) -> None:
         for node in nodes:
-            places[around + node.name] = function, node.name
+            operations[prefix + node.name] = function, node.name
             for value in node.attr.values():
                 for called in (value.func, *value.list.func):
                     if called.name in library:
-                        enter(library[called.name].node_def, f"{around}{node.name}/", called.name)
+                        enter(library[called.name].node_def, f"{prefix}{node.name}/", called.name)
 
     enter(proto.node, "", "")
-    return lambda name: frames(*places[name]) if name in places else ()
+    return lambda name: frames(*operations[name]) if name in operations else ()
 
 
 def _frames(top: str) -> Callable[[str, str], Sequence[Frame]]:
-    """The lines of source of operations, as TensorFlow kept them while tracing."""
+    """Looks up the stack frames that TensorFlow recorded for operations while tracing."""
 
     @cache
-    def traces(function: str) -> Any:
+    def debug_info(function: str) -> Any:
         from tensorflow.python.eager import context  # pyright: ignore[reportMissingImports]
 
-        tracing: Any = context.context()
+        eager: Any = context.context()
         try:
-            return tracing.get_graph_debug_info(function or top)
-        except Exception:  # of functions that this process has not traced, nothing is kept
+            return eager.get_graph_debug_info(function or top)
+        except Exception:  # the function was not traced in this process
             return None
 
     def frames(function: str, operation: str) -> list[Frame]:
-        kept = traces(function)
-        if kept is None or operation not in kept.name_to_trace_id:
+        info = debug_info(function)
+        if info is None or operation not in info.name_to_trace_id:
             return []
-        trace = kept.traces_by_id[kept.name_to_trace_id[operation]]
-        found = [kept.frames_by_id[i] for i in reversed(trace.frame_id)]
-        lines = [Frame(kept.files[x.file_index], x.line, x.func) for x in found]
-        return [x for x in lines if not any(part in x.file for part in NOBODYS)]
+        trace = info.traces_by_id[info.name_to_trace_id[operation]]
+        recorded = [info.frames_by_id[i] for i in reversed(trace.frame_id)]
+        lines = [Frame(info.files[x.file_index], x.line, x.func) for x in recorded]
+        return [x for x in lines if not any(part in x.file for part in HIDDEN)]
 
     return frames

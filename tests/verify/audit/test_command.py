@@ -180,7 +180,10 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
     ("arguments", "words"),
     [
         (("steps:number",), "a jitted function and a tuple of arguments"),
-        (("steps:unjitted",), "jax.jit(step) or tf.function(step); of a Keras model: tf.function(model.train_step)"),
+        (
+            ("steps:unjitted",),
+            "wrap any other in jax.jit or tf.function; for a Keras model, pass tf.function(model.train_step)",
+        ),
         (("steps:jitted",), "that returns what to audit"),
         (("steps:required",), "argument: 'layers'"),
         (("steps:several",), "argument: 'layers'"),
@@ -237,7 +240,7 @@ def test_a_compiler_that_is_not_here_is_named_with_its_command(
     here: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(GradCombineError, match=r"in an environment of its own: pip install .*jax.*==\d"):
+    with pytest.raises(GradCombineError, match=r"in a separate environment: pip install .*jax.*==\d"):
         find_target(target)
 
 
@@ -352,7 +355,7 @@ def test_every_finding_has_a_section_of_the_documentation() -> None:
         ("clean", 2, "nothing found; 7 of 11 defects looked for; cannot tell of batch-gathered, repeated-work"),
         ("until", 1, "unknown-trip-count"),
         ("traced", 2, "a ConcreteFunction without arguments"),
-        ("fails", 2, "a tf.function that is traced"),
+        ("fails", 2, "a tf.function that can be traced"),
         ("step", 2, "a callable step in graphs"),
     ],
 )

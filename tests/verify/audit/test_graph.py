@@ -311,7 +311,7 @@ LOOPS: dict[str, tuple[Callable[[Any], Any], int | None]] = {
 def test_how_often_a_loop_turns(name: str) -> None:
     function, expected = LOOPS[name]
     program: Any = audit(tf.function(function, autograph=False), X).program
-    assert [turning.trips for turning in program.turnings] == [expected]
+    assert [loop.trips for loop in program.graph_loops] == [expected]
 
 
 def test_a_length_that_is_not_known_is_no_size() -> None:
@@ -399,7 +399,7 @@ def test_a_saved_model(tmp_path: Path) -> None:
     assert {x.name for one in found for x in one.findings} == {"unknown-trip-count"}
     proto = tmp_path / "saved_model.pb"
     proto.write_bytes(proto.read_bytes()[:-100])
-    with pytest.raises(GradCombineError, match="a SavedModel"):
+    with pytest.raises(GradCombineError, match="an undamaged SavedModel"):
         audit_file(proto)
 
 

@@ -106,7 +106,7 @@ def test_a_loop_of_known_length(known: str, trips: int) -> None:
     found = module(known)
     loop = found.computations["main"]["loop"]
     assert found.trips("main", loop) == trips
-    assert found.repeats("main", loop) and not found.turns_at_most_once(loop)
+    assert found.repeats("main", loop) and not found.runs_at_most_once(loop)
     reduced = [(x.name, [loop.trips for loop in loops]) for _, x, loops in found.executed() if x.collective]
     assert reduced == [("reduced", [trips])]
     assert list(found.controls()) == [("loop", str(trips), "")]
@@ -161,7 +161,7 @@ ENTRY %main (f: pred[], x: bf16[8,128]) -> bf16[8,128] {
 def test_a_loop_that_is_a_branch() -> None:
     found = Program(ONCE)
     loop = found.computations["main"]["loop"]
-    assert found.turns_at_most_once(loop) and not found.repeats("main", loop)
+    assert found.runs_at_most_once(loop) and not found.repeats("main", loop)
     assert found.trips("main", loop) is None
     assert list(found.controls()) == [("branch, as a loop of at most one iteration", "1", "")]
     assert (found.for_tpu, module().for_tpu) == (True, False)
