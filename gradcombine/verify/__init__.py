@@ -1,4 +1,4 @@
-"""Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
+"""Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework at import time."""
 
 from gradcombine.verify.check import Cause, Verdict, check_microbatches, check_step
 from gradcombine.verify.check import StepReport as StepReport

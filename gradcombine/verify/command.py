@@ -1,4 +1,4 @@
-"""The command line."""
+"""The ``gradcombine`` command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gradcombine.verify.verify_command import verify_command
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 NEAREST = 8
-"""How many candidates are shown if none gives the result."""
+"""Number of candidates shown if none reproduces the result."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -47,9 +47,9 @@ def gradcombine_command(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Combines gradients over lists, time and replicas: one algebra, the same answer in JAX and TensorFlow.
+    """Checks, compares and audits training steps that combine gradients over lists, time and replicas.
 
-    To begin: `gradcombine check train:make_case`, or `gradcombine diff before.npz after.npz`
+    To start: `gradcombine check train:make_case`, or `gradcombine diff before.npz after.npz`
     """
 
 
@@ -58,42 +58,45 @@ app.command("check")(check_command)
 
 @app.command("diff")
 def diff_command(
-    a: Annotated[str, typer.Argument(help="A dump, or a directory with one dump a step.")],
-    b: Annotated[str, typer.Argument(help="Another one, in any of the formats.")],
-    max_ulp: Annotated[int | None, typer.Option(help="Pass leaves up to this many ulp apart.", min=0)] = None,
+    a: Annotated[str, typer.Argument(help="A dump, or a directory with one dump per step.")],
+    b: Annotated[str, typer.Argument(help="The dump or directory to compare with, in any supported format.")],
+    max_ulp: Annotated[
+        int | None, typer.Option(help="Pass leaves that differ by at most this many ulp.", min=0)
+    ] = None,
     rtol: Annotated[
         float | None,
         typer.Option(
             help="Pass leaves whose largest difference, relative to their largest element, is at most this.", min=0
         ),
     ] = None,
-    rules: Annotated[
-        Path | None, typer.Option(help="A TOML file that maps the leaves of one side to those of the other.")
-    ] = None,
+    rules: Annotated[Path | None, typer.Option(help="A TOML file that maps leaves of A to leaves of B.")] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="The same leaves in float64: says which side is inaccurate, in units of its rounding noise."),
+        typer.Option(
+            help="The same leaves in float64, to find out which side is inaccurate, in units of its rounding noise."
+        ),
     ] = None,
     roundings: Annotated[
-        float | None, typer.Option(help="Successive roundings in that noise. Default: estimated.", min=1)
+        float | None,
+        typer.Option(help="Length of the longest chain of roundings, for the noise. Default: estimated.", min=1),
     ] = None,
     gradients: Annotated[
         bool | None,
         typer.Option(
             "--gradients/--values",
-            help="What the dumps hold, where two biases on one side are one on the other: values are added up, "
-            "gradients are not. Default: by names (grads.pt, gradients/...).",
+            help="Whether the dumps contain gradients or values. It matters where two biases on one side are one on "
+            "the other: values are added, gradients are not. Default: by names (grads.pt, gradients/...).",
         ),
     ] = None,
     json: Json = None,
     html: Html = None,
 ) -> None:
-    """Compares two dumps leaf by leaf, to the bit: gradients, parameters, states, or two runs' logs of digests.
+    """Compares two dumps leaf by leaf, bit for bit: gradients, parameters, states, or the digest logs of two runs.
 
-    Reads .npz, .safetensors, .pt, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework
-    may be compared with one of another.
+    Reads .npz, .safetensors, .pt, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; the two dumps may come
+    from different frameworks.
 
-    Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be read.
+    Exit status: 0 if all leaves were compared and pass, 1 if not, 2 if something cannot be read.
 
     Example: `gradcombine diff tensorflow.npz jax.safetensors --max-ulp 4`
     """
@@ -104,67 +107,71 @@ def diff_command(
             raise invalid("--reference, or --max-ulp and --rtol", "both")
         if reference is None and roundings is not None:
             raise invalid("--roundings with a --reference", "none")
-        allowed, chosen = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
+        allowed, mapping = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
         if any(map(is_log, paths)):
             if reference is not None or allowed != Allowed():
                 expected = "no --max-ulp, --rtol or --reference with logs of digests, which are equal or not"
                 raise invalid(expected, "one")
-            logs = flight_diff.diff_logs(read_log(a), read_log(b), chosen)
-            answer = flight_diff.verdict(logs), logs.passes, flight_diff.sections(logs), flight_diff.as_json(logs)
+            logs = flight_diff.diff_logs(read_log(a), read_log(b), mapping)
+            result = flight_diff.verdict(logs), logs.passes, flight_diff.sections(logs), flight_diff.as_json(logs)
         else:
             if gradients is None and any(says_gradients(Path(path).name) for path in paths):
                 gradients = True
             with progress("opening") as step:
                 if all(map(is_steps, paths)):
-                    ask = partial(diff_steps, a, b, reference=reference)
+                    compare = partial(diff_steps, a, b, reference=reference)
                 else:
-                    third = None if reference is None else open_dump(reference)
-                    ask = partial(diff, open_dump(a), open_dump(b), reference=third)
-                report = ask(allowed=allowed, rules=chosen, roundings=roundings, gradients=gradients, progress=step)
-            answer = (
+                    exact = None if reference is None else open_dump(reference)
+                    compare = partial(diff, open_dump(a), open_dump(b), reference=exact)
+                report = compare(
+                    allowed=allowed, rules=mapping, roundings=roundings, gradients=gradients, progress=step
+                )
+            result = (
                 diff_report.verdict(report),
                 report.passes,
                 diff_report.sections(report),
                 diff_report.as_json(report),
             )
-        files.write(f"{a} against {b}", *answer)
-    raise typer.Exit(0 if answer[1] else 1)
+        files.write(f"{a} against {b}", *result)
+    raise typer.Exit(0 if result[1] else 1)
 
 
 @app.command("explain")
 def explain_command(
-    contributions: Annotated[list[str], typer.Argument(help="The dumps that were combined, in order.")],
+    contributions: Annotated[list[str], typer.Argument(help="The dumps of the contributions, in order.")],
     result: Annotated[str, typer.Option(help="The dump of the combined result.")],
-    weights: Annotated[str | None, typer.Option(help="One weight for each contribution, comma-separated.")] = None,
+    weights: Annotated[str | None, typer.Option(help="One weight per contribution, comma-separated.")] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(help="Numbers of replicas to try, comma-separated. Default: all that divide the contributions."),
+        typer.Option(
+            help="Numbers of replicas to try, comma-separated. Default: all divisors of the number of contributions."
+        ),
     ] = None,
 ) -> None:
-    """Finds the order of additions, precision and scaling by which contributions give a result, to the bit.
+    """Finds the summation order, precision and scaling that reproduce a result from its contributions, bit for bit.
 
-    Leaves that the result lacks are ignored.
+    Leaves that are missing from the result are ignored.
 
-    Exit status: 0 if a known order gives the result, 1 if none does, or if all do, which explains nothing, 2 for what
-    cannot be read.
+    Exit status: 0 if a known order reproduces the result, 1 if none or, without explaining anything, all do, 2 if a
+    file cannot be read.
 
     Example: `gradcombine explain rank0.npz rank1.npz --result reduced.npz --weights 3,1`
     """
     with errors("explain"):
-        dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
-        trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
+        dumps, combined = [open_dump(path) for path in contributions], open_dump(result)
+        trees = [_loaded(dump, path, combined) for dump, path in zip(dumps, contributions, strict=True)]
         scales = None if weights is None else numbers("weights", weights, float)
         counts = None if ranks is None else numbers("ranks", ranks, int)
         with progress("reading") as step:
-            whole = {name: entry.whole() for name, entry in wanted.items()}
-            explanation = explain(trees, whole, scales, ranks=counts, progress=lambda tried, name: step(name, 0, 0))
-    verdict, *others = str(explanation).split("\n")
-    parts = [Section("Also", "\n".join(line.strip() for line in others))] if others else []
+            arrays = {name: entry.whole() for name, entry in combined.items()}
+            explanation = explain(trees, arrays, scales, ranks=counts, progress=lambda tried, name: step(name, 0, 0))
+    verdict, *details = str(explanation).split("\n")
+    sections = [Section("Also", "\n".join(line.strip() for line in details))] if details else []
     if not explanation.matches and explanation.elements:
         nearest = explanation.verdicts[:NEAREST]
         rows = [Cells((str(x.candidate), f"{x.share:.2%}", f"{x.max_ulp:,} ulp")) for x in nearest]
-        parts.append(Section("Nearest", columns=("way", "equal", "largest"), rows=rows))
-    show(Console(), verdict, bool(explanation.matches), parts)
+        sections.append(Section("Nearest", columns=("candidate", "equal", "largest difference"), rows=rows))
+    show(Console(), verdict, bool(explanation.matches), sections)
     raise typer.Exit(0 if explanation.matches else 1)
 
 
@@ -174,28 +181,28 @@ def audit_command(
         str,
         typer.Argument(
             help="module:callable that returns (jitted function or tf.function, arguments); or a file of optimized "
-            "HLO, a folder of --xla_dump_to, or a SavedModel."
+            "HLO, a directory of --xla_dump_to, or a SavedModel."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hardware to compile for; it need not be attached: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or "
+            help="Hardware to compile for, which need not be attached: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or "
             "FILE:8 with a GpuTargetConfigProto. Default: this machine."
         ),
     ] = None,
-    fail_on: Annotated[str | None, typer.Option(help="Findings to fail on, comma-separated. Default: all.")] = None,
+    fail_on: Annotated[str | None, typer.Option(help="Findings that fail, comma-separated. Default: all.")] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="An earlier --json: fail only on what got worse since.", metavar="FILE")
+        Path | None, typer.Option(help="An earlier --json report: fail only on what got worse.", metavar="FILE")
     ] = None,
     json: Json = None,
     html: Html = None,
 ) -> None:
-    """Reports what a compiled step moves, copies, exchanges and repeats, before it runs.
+    """Reports what a compiled step moves, copies, exchanges and recomputes, without running it.
 
-    Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
-    what got worse, 2 for what cannot be read or compiled, also if that is a part that may hold a defect named in
-    --fail-on, and nothing was found, 3 for a step that does not fit the target's memory.
+    Exit status: 0 if no finding fails, 1 for findings listed in --fail-on or, with --baseline, for what got worse, 2
+    for what cannot be read or compiled, or if a part that was not analyzed may contain a defect listed in --fail-on, 3
+    if the step does not fit in the target's memory.
 
     Example: `gradcombine audit train:step --target h100:8`
     """
@@ -203,24 +210,24 @@ def audit_command(
     with errors("audit"):
         require_installed("audit", "jax")
         files.require("audit")
-        chosen = audit_report.names(fail_on)
+        failing = audit_report.names(fail_on)
         before = None if baseline is None else audit_report.read_baseline(baseline)
         with progress("importing") as step:
             reports = audit_named(what, target, lambda name: step(name, 0, 0))
         files.write_json(audit_report.as_json(reports))
-        for one in reports:
-            # Of many programs, those are shown in which there is something to see.
-            shown = audit_report.sections(one) if one.findings or len(reports) == 1 else ()
-            show(console, audit_report.verdict(one, chosen), audit_report.passes(one, chosen), shown)
-        verdict, passes = audit_report.verdict_of_all(reports, chosen), audit_report.passes_of_all(reports, chosen)
-        lines = None if before is None else audit_report.worse(reports, before, chosen)
+        for report in reports:
+            # If there are several programs, sections are printed only for those with findings.
+            sections = audit_report.sections(report) if report.findings or len(reports) == 1 else ()
+            show(console, audit_report.verdict(report, failing), audit_report.passes(report, failing), sections)
+        verdict, passes = audit_report.verdict_of_all(reports, failing), audit_report.passes_of_all(reports, failing)
+        lines = None if before is None else audit_report.worse(reports, before, failing)
         if lines is not None:
             passes = not lines
-            answer = "worse than before" if lines else "no worse than before"
-            verdict = f"{answer}; {verdict}"
-            console.print(plain("\n".join((answer, *lines)), "green" if passes else "bold red"), soft_wrap=True)
+            comparison = "worse than before" if lines else "no worse than before"
+            verdict = f"{comparison}; {verdict}"
+            console.print(plain("\n".join((comparison, *lines)), "green" if passes else "bold red"), soft_wrap=True)
         title = f"gradcombine audit {what}" + (f" for {target}" if target else "")
-        files.write_page(title, verdict, passes, audit_report.page_sections(reports, chosen, lines))
+        files.write_page(title, verdict, passes, audit_report.page_sections(reports, failing, lines))
     raise typer.Exit(audit_report.STATUS[passes])
 
 
@@ -240,15 +247,16 @@ def plan_command(
     ways: Annotated[
         str | None,
         typer.Option(
-            help="Ways to compile, comma-separated, such as window,every+zero1,window+bfloat16. Default: seventeen."
+            help="Strategies to compile, comma-separated, such as window,every+zero1,window+bfloat16. "
+            "Default: seventeen."
         ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Compiles the ways to run a window of microbatches side by side, and prints the code of the best one.
+    """Compiles a window of microbatches with several strategies, and prints the code of the cheapest one.
 
-    Exit status: 0 if a way fits, 1 if the audit of the best one has findings, 2 for what cannot be read or compiled, 3
-    if no way fits the target's memory.
+    Exit status: 0 if a strategy fits in memory, 1 if the audit of the cheapest one has findings, 2 for what cannot be
+    read or compiled, 3 if no strategy fits in the target's memory.
 
     Example: `gradcombine plan train:problem --target h100:8`
     """
@@ -257,21 +265,22 @@ def plan_command(
         require_installed("plan", "jax", "optax", extra="optax")
         files.require("plan")
         with progress("importing") as step:
-            made = plan_named(what, target, None if ways is None else ways.split(","), step)
-        best = made.best
-        show(console, plan_report.verdict(made), best is not None, plan_report.sections(made))
+            ranking = plan_named(what, target, None if ways is None else ways.split(","), step)
+        best = ranking.best
+        show(console, plan_report.verdict(ranking), best is not None, plan_report.sections(ranking))
         if best is not None:
             console.print(plain(f"\n{best.name}:\n", "bold"))
             console.print(plain(best.code), soft_wrap=True)
-        files.write_json(plan_report.as_json(made))
-    raise typer.Exit(plan_report.status(made))
+        files.write_json(plan_report.as_json(ranking))
+    raise typer.Exit(plan_report.status(ranking))
 
 
 app.command("verify")(verify_command)
 
 
-def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:
-    missing = [name for name in wanted if name not in dump]
+def _loaded(dump: Dump, path: str, combined: Dump) -> dict[str, np.ndarray]:
+    """The arrays of a contribution that the combined result has, too."""
+    missing = [name for name in combined if name not in dump]
     if missing:
         raise invalid(f"the result's leaf {missing[0]} in {Path(path).name}", "none")
-    return {name: dump[name].whole() for name in wanted}
+    return {name: dump[name].whole() for name in combined}

@@ -1,4 +1,4 @@
-"""Arguments that a user's callable returns, and a bound of time for calls of foreign code."""
+"""Arguments returned by a user's callable, and a time limit for calls of foreign code."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, cast
 from gradcombine.errors import GradCombineError, invalid, shown
 
 
-def arguments(what: str, made: Any, needed: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
-    """Arguments that a user's callable returned, by their names; raises for any other result."""
-    given: Mapping[str, Any] = cast("Mapping[str, Any]", made) if isinstance(made, Mapping) else {}
-    wrong = [x for x in needed if x not in given] or [x for x in given if x not in (*needed, *optional)]
+def arguments(what: str, returned: Any, needed: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
+    """The arguments in a dict that a user's callable returned; raises for missing or unknown names and other types."""
+    received: Mapping[str, Any] = cast("Mapping[str, Any]", returned) if isinstance(returned, Mapping) else {}
+    wrong = [x for x in needed if x not in received] or [x for x in received if x not in (*needed, *optional)]
     if wrong:
-        expected = f"{what} a dict of {', '.join(needed)}, and of {', '.join(optional)} what it needs"
-        received = f"{'none of' if wrong[0] in needed else 'also'} {', '.join(map(str, wrong))}"
-        raise invalid(expected, received if isinstance(made, Mapping) else shown(made))
-    return dict(given)
+        expected = f"{what} a dict of {', '.join(needed)}, optionally with {', '.join(optional)}"
+        names = f"{'none of' if wrong[0] in needed else 'also'} {', '.join(map(str, wrong))}"
+        raise invalid(expected, names if isinstance(returned, Mapping) else shown(returned))
+    return dict(received)
 
 
 class _LateError(BaseException):
-    """The time is over: no `Exception`, which a step or what runs it may catch."""
+    """Raised when the time is over. Not an `Exception`, which the called code might catch."""
 
 
 @contextmanager
 def within_seconds(seconds: float | None, late: GradCombineError) -> Generator[None]:
-    """Raises an error where the body takes longer; None: never.
+    """Raises ``late`` if the body takes longer than ``seconds``; None for no limit.
 
-    By a signal, which only the main thread has, and Windows has not: elsewhere the time is not bounded.
+    Uses a signal, so there is no limit outside of the main thread and on Windows.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

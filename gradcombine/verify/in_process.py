@@ -1,4 +1,4 @@
-"""Replicas in one process, one after another: each program runs again until all exchanges are known."""
+"""Replicas simulated in one process: each program is rerun until the results of all its exchanges are known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcombine.types import Array
 
 
 def run_replicas(count: int, program: Callable[[int, Collective], Any]) -> list[Any]:
-    """``program(rank, collective)`` of each replica: a pure function of known arrays, run several times."""
+    """Returns ``program(rank, collective)`` for each replica. The program is pure, and runs once more per exchange."""
     exchanged: list[list[Sequence[Array]]] = []
     while True:
         results: list[Any] = []
@@ -27,12 +27,12 @@ def run_replicas(count: int, program: Callable[[int, Collective], Any]) -> list[
                 sent.append(exchange.arrays)
         if not sent:
             return results
-        assert not results  # or replicas do not exchange in step
+        assert not results  # otherwise replicas differ in their number of exchanges
         exchanged.append(sent)
 
 
 class _Unknown(BaseException):
-    """The first exchange of which only this replica's part is known."""
+    """Interrupts a program at its first exchange whose other operands are not known yet."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Replica(Collective):
         return np.int32(self._rank)
 
     def _columns(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
-        """For each array those of all replicas."""
+        """The operands of all replicas, for each array."""
         sent = next(self._exchanged, None)
         if sent is None:
             raise _Unknown(arrays)

@@ -1,4 +1,4 @@
-"""The ``gradcombine`` command, as far as it runs without the packages of an extra."""
+"""Entry point of the ``gradcombine`` command, which also runs if the extra's packages are missing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NEEDED = ("typer", "rich")
 
 
 def main() -> None:
-    """Runs the command line, or says in one line what it lacks."""
+    """Runs the command line, or prints which package is missing and exits with status 2."""
     try:
         require_installed("gradcombine", *NEEDED)
     except GradCombineError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    from gradcombine.verify.command import app  # names typer and rich, which are known to be there by now
+    from gradcombine.verify.command import app  # imports typer and rich
 
     app()

@@ -1,4 +1,4 @@
-"""Parts that the commands share: options, progress, reports and their files, names and errors."""
+"""Shared parts of the commands: options, progress, report files and errors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Html: TypeAlias = Annotated[Path | None, typer.Option(help="Write the report as 
 
 
 class Files(NamedTuple):
-    """Files that a command writes its report to, beside the screen."""
+    """The files that a command writes its report to, in addition to the terminal."""
 
     json: Path | None = None
     html: Path | None = None
 
     def require(self, command: str) -> None:
-        """Raises before any work is done if a file cannot be written."""
+        """Raises if a file cannot be written; called before the work starts."""
         if self.html is not None:
             require_installed(command, *DRAWS)
         for option, path in (("--json", self.json), ("--html", self.html)):
@@ -55,19 +55,19 @@ class Files(NamedTuple):
     def write(
         self, title: str, verdict: str, passes: bool | None, sections: Sequence[Section], content: object
     ) -> None:
-        """Shows a report on the screen, and writes the files."""
+        """Prints a report and writes the files."""
         show(Console(), verdict, passes, sections)
         self.write_json(content)
         self.write_page(title, verdict, passes, sections)
 
 
 Step: TypeAlias = Callable[[str, int, int], None]
-"""Takes the name of a step as it begins, how many are done, and how many there are."""
+"""Called when a step starts, with its name, the number of steps done, and the total."""
 
 
 @contextmanager
 def progress(first: str) -> Generator[Step, None, None]:
-    """Shows on stderr, if that is a terminal, what runs and for how long; ``first`` is the name of the first step."""
+    """Shows the running step and the elapsed time on stderr, if it is a terminal; ``first`` names the first step."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -80,18 +80,18 @@ def progress(first: str) -> Generator[Step, None, None]:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Lines with names from elsewhere in them, as a terminal may show them."""
+    """Text that may contain names from files, with control characters escaped and without markup."""
     return Text(legible_lines(text), style)
 
 
 def label(name: str) -> str:
-    """A leaf's name beside a progress bar, which reads markup."""
+    """A leaf's name for a progress bar, with control characters and markup escaped."""
     return escape(legible(name))
 
 
 @contextmanager
 def errors(command: str) -> Generator[None, None, None]:
-    """Says in one line what cannot be read, compiled or found, and ends with status 2; 3 for a target's memory."""
+    """Prints an error in one line and exits with status 2, or 3 if a step does not fit in the target's memory."""
     try:
         yield
     except (GradCombineError, OSError, MemoryError) as error:
@@ -102,12 +102,12 @@ def errors(command: str) -> Generator[None, None, None]:
 
 
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
-    """Reads numbers with commas between."""
+    """Parses comma-separated numbers."""
     try:
-        found = [kind(x) for x in text.split(",")]
+        parsed = [kind(x) for x in text.split(",")]
     except ValueError:
-        found = []
-    if not found or (kind is float and not all(map(math.isfinite, found))):
+        parsed = []
+    if not parsed or (kind is float and not all(map(math.isfinite, parsed))):
         expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers, separated by commas"
         raise invalid(expected, repr(text))
-    return found
+    return parsed

@@ -1,7 +1,8 @@
-"""``gradcombine verify``: does all of it hold on this machine?"""
+"""``gradcombine verify``: whether the library's guarantees hold on this machine."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
 import typer
@@ -12,48 +13,48 @@ from gradcombine.reporting.sections import show
 from gradcombine.verify.suite import outcomes, places
 from gradcombine.verify.terminal import Files, Html, Json, errors, plain, progress
 
-VERIFIES = ("jax", "tensorflow", "optax")
-"""Packages that a run needs."""
+REQUIRED = ("jax", "tensorflow", "optax")
+"""Packages that the command needs."""
 
 
 def verify_command(
     json: Json = None,
     html: Html = None,
     replicas: Annotated[
-        int, typer.Option(help="The largest number of replicas; it and 2 are run.", min=1, max=places.DEVICES)
+        int, typer.Option(help="Run with 2 and with this many replicas.", min=1, max=places.DEVICES)
     ] = places.DEVICES,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Run 1, 2, 4 and 8 replicas, up to the largest, and shard_map without check_vma."),
+        typer.Option("--full", help="Run with 1, 2, 4 ... --replicas, and shard_map without check_vma as well."),
     ] = False,
     inject_fault: Annotated[
         bool,
         typer.Option(
-            "--inject-fault", help="Flip one bit of one row's input, and audit a step with a defect: both have to fail."
+            "--inject-fault", help="Flip one bit in the input of one row, and audit a defective step: both must fail."
         ),
     ] = False,
 ) -> None:
-    """Checks the library on this machine: gradients of a real model in NumPy, JAX and TensorFlow, bit by bit.
+    """Verifies the library on this machine: combines a model's gradients in NumPy, JAX and TensorFlow, bit for bit.
 
-    Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
+    Exit status: 0 if every guarantee holds, 1 if not, 2 for invalid options.
 
     Example: `gradcombine verify --html report.html`
     """
     files = Files(json, html)
     with errors("verify"):
-        require_installed("verify", *VERIFIES, extra="verify")
+        require_installed("verify", *REQUIRED, extra="verify")
         files.require("verify")
     with progress("importing JAX and TensorFlow") as step:
         places.prepare_devices()
-        from gradcombine.verify.suite import run  # imports JAX, which reads what was prepared
+        from gradcombine.verify.suite import run  # imports JAX, which reads the prepared environment
 
-        begun = iter(range(1 << 20))
-        report = run.verify(replicas, full, inject_fault, lambda name, steps: step(name, next(begun), steps))
+        counter = itertools.count()
+        report = run.verify(replicas, full, inject_fault, lambda name, steps: step(name, next(counter), steps))
 
     verdict, passes, console = outcomes.verdict(report), not report.failed, Console()
     show(console, f"{verdict} ({report.seconds:.0f} s)", passes, outcomes.sections(outcomes.summary(report)))
     for finding in report.failed:
-        # By name at the end, where a reader of a long output looks.
+        # Repeated at the end, where readers of a long output look.
         line = f"  {finding.name}: promised {finding.promise}, found {outcomes.measured(finding)}"
         console.print(plain(line, "bold red"))
     files.write_json(outcomes.as_json(report))
