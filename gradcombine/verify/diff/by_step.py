@@ -13,16 +13,16 @@ from gradcombine.verify.diff.dumps import Dump, detect, open_dump
 from gradcombine.verify.diff.mapping import NO_RULES, Rules
 
 _NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
-"""A hyphen is a minus sign after an underscore, as in step_-0000001; ckpt-1 is step 1."""
+"""A hyphen is a minus sign only after an underscore: step_-0000001 is step -1, ckpt-1 is step 1."""
 
 
 class RunReport(NamedTuple):
-    """How far apart two runs are, step by step.
+    """The differences between two runs, step by step.
 
     Attributes:
-      steps: the report of each step that both have, by its number.
+      steps: the report of each common step, by its number.
       only_a, only_b: steps that only one run has.
-      left_out: dumps beside them whose names hold no step.
+      left_out: dumps whose names contain no step.
     """
 
     steps: dict[int, DiffReport]
@@ -32,7 +32,7 @@ class RunReport(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether there are steps, both runs have the same ones and nothing else, and each passes."""
+        """Whether there are steps, both runs have the same steps and no other dumps, and all steps pass."""
         missing = self.only_a or self.only_b or self.left_out
         return bool(self.steps) and not missing and all(report.passes for report in self.steps.values())
 
@@ -44,7 +44,7 @@ class RunReport(NamedTuple):
 
 @operation("diff")
 def is_steps(path: str | Path) -> bool:
-    """Whether a path is a directory of dumps, and not a dump itself."""
+    """Whether a path is a directory of dumps rather than a dump."""
     path = require_path("a path", path)
     return path.is_dir() and detect(path) is None and bool(dumps_by_step(path))
 
@@ -61,40 +61,40 @@ def diff_steps(
     gradients: bool | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> RunReport:
-    """Compares two directories of dumps, step by step, by the last number in the dumps' names.
+    """Compares two directories of dumps step by step. The last number in a dump's name is its step.
 
     Args:
       a, b: directories of files such as ``step_00003.npz``.
       allowed, rules, roundings, gradients: as for `diff`.
       reference: a directory of the same steps in float64.
-      progress: called before each step, and after the last.
+      progress: called before each step and after the last.
 
     Raises:
-      GradCombineError: as `diff`; and for two dumps of one step in a directory.
+      GradCombineError: as in `diff`, and for two dumps of one step in a directory.
     """
     left, right = dumps_by_step(Path(a)), dumps_by_step(Path(b))
-    exact = None if reference is None else dumps_by_step(Path(reference))
-    both = [step for step in left if step in right]
+    references = None if reference is None else dumps_by_step(Path(reference))
+    common = [step for step in left if step in right]
     reports = {}
-    for i, step in enumerate(both):
-        progress(f"step {step}", i, len(both))
-        # Of a step that the reference lacks, no leaf is judged.
-        third: Dump | None = None if exact is None else {}
-        if exact is not None and step in exact:
-            third = open_dump(exact[step])
+    for i, step in enumerate(common):
+        progress(f"step {step}", i, len(common))
+        # If the reference lacks the step, an empty one leaves all its leaves out.
+        exact: Dump | None = None if references is None else {}
+        if references is not None and step in references:
+            exact = open_dump(references[step])
         dumps = open_dump(left[step]), open_dump(right[step])
         reports[step] = diff(
-            *dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings, gradients=gradients
+            *dumps, allowed=allowed, rules=rules, reference=exact, roundings=roundings, gradients=gradients
         )
-    progress("", len(both), len(both))
+    progress("", len(common), len(common))
     only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
-    nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
-    return RunReport(reports, only_a, only_b, tuple(nameless))
+    without_step = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
+    return RunReport(reports, only_a, only_b, tuple(without_step))
 
 
 @operation("diff")
 def dumps_by_step(directory: Path) -> dict[int, Path]:
-    """The dumps of a directory, by the last number in their names.
+    """The dumps of a directory by step, the last number in their names.
 
     Raises:
       GradCombineError: for two dumps of one step, and for a path that is not a directory.
@@ -117,6 +117,5 @@ def _dumps(directory: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int | None:
-    """The last number in a dump's name."""
     numbers = _NUMBER.findall(path.name.partition(".")[0])
     return int(numbers[-1]) if numbers else None

@@ -1,4 +1,4 @@
-"""Two dumps, or two runs of dumps, against each other: what `gradcombine diff` measures."""
+"""Comparison of two dumps, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from gradcombine.verify.diff.similarity import ALIKE, closest
 
 
 class Allowed(NamedTuple):
-    """How far apart two leaves may be. With neither, only equal bits and dtypes pass.
+    """The largest allowed difference between two leaves. Without limits, only equal bits and dtypes pass.
 
     Attributes:
       ulp: the largest distance, in units in the last place.
-      relative: the largest difference, over the largest magnitude of the second leaf.
+      relative: the largest difference, relative to the largest magnitude in the second leaf.
     """
 
     ulp: int | None = None
     relative: float | None = None
 
     def passes(self, difference: LeafDifference) -> bool:
-        """Whether a leaf is within either allowance."""
+        """Whether a leaf is within at least one limit."""
         if self.ulp is None and self.relative is None:
             return difference.equal_bits and difference.same_dtype
         close = self.relative is not None and difference.relative <= self.relative and difference.same_specials
@@ -43,7 +43,7 @@ EQUAL_BITS = Allowed()
 
 
 def require_allowed(allowed: object) -> None:
-    """Refuses what is not an `Allowed` of two numbers, or of none."""
+    """Raises for anything but an `Allowed` with valid limits."""
     if not isinstance(allowed, Allowed):
         raise invalid("Allowed(ulp, relative)", shown(allowed))
     if allowed.ulp is not None:
@@ -53,54 +53,54 @@ def require_allowed(allowed: object) -> None:
 
 
 class Row(NamedTuple):
-    """One pair of leaves: how it was matched, how far apart the two are, whether that is allowed, and which is off."""
+    """A pair of leaves: how they were matched, their difference, whether it passes, and which side is off."""
 
     pair: Pair
     difference: LeafDifference
     passes: bool
     judgement: Judgement | None = None
     reshaped: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The shapes of both leaves, where one of them was compared with two axes merged."""
+    """The shapes of both leaves in their files, if two axes of one were merged for the comparison."""
 
     @property
     def transposed(self) -> bool:
-        """Whether the leaves are alike only with their axes in another order than shapes and names say.
+        """Whether the leaves agree only with their axes in a different order than shapes and names imply.
 
-        A kernel that is transposed by mistake looks like that, or one that should have been; if it is meant, a rule can
-        say so, or the names do: a ``weight`` of PyTorch has the axes of a ``kernel`` of flax or Keras in another order.
+        Typical of a kernel that was transposed by mistake, or should have been and was not. Not so if a rule gives the
+        order, or the names do: a PyTorch ``weight`` and a flax or Keras ``kernel`` have different orders.
         """
         axes, shape = self.pair.axes, self.difference.shape
         if self.pair.reason == "rule" or self.pair.reason.startswith("gates") or self.pair.flipped:
             return False
-        received = axes or tuple(range(len(shape)))
+        actual = axes or tuple(range(len(shape)))
         if len(shape) < 2 or not words_of(self.pair) <= {"kernel", "weight"}:
             return axes is not None and tuple(shape[i] for i in axes) == shape
-        second = tuple(shape[received.index(i)] for i in range(len(shape)))
-        if (right := conventional_axes(self.pair, shape, second)) is None:
+        second = tuple(shape[actual.index(i)] for i in range(len(shape)))
+        if (expected := conventional_axes(self.pair, shape, second)) is None:
             return self.difference.cosine >= ALIKE
-        # Axes of one element may be anywhere.
-        own, other = ([i for i, n in zip(order, shape, strict=True) if n != 1] for order in (right, received))
-        return own != other and self.difference.cosine >= ALIKE
+        # The position of axes of length 1 does not matter.
+        conventional, found = ([i for i, n in zip(order, shape, strict=True) if n != 1] for order in (expected, actual))
+        return conventional != found and self.difference.cosine >= ALIKE
 
 
 class LeftOut(NamedTuple):
-    """A leaf, or a pair of leaves, that could not be compared, and why."""
+    """A leaf or pair of leaves that could not be compared, and the reason."""
 
     name: str
     reason: str
 
 
 class DiffReport(NamedTuple):
-    """How far apart two dumps are, leaf by leaf.
+    """The differences between two dumps, leaf by leaf.
 
     Attributes:
-      rows: every pair that was compared, the worst first.
+      rows: all compared pairs, worst first.
       only_a, only_b: leaves without a counterpart.
-      elements: how many were compared.
-      left_out: leaves that could not be compared, since they hold no numbers, or numbers of two kinds.
-      mixed_up: leaves of A whose own counterpart is not like them, each with the leaf of B that is: names that were
-        swapped, where the shapes fit.
-      tied: leaves without a counterpart whose bits are those of another leaf on their side, each with that leaf.
+      elements: the number of compared elements.
+      left_out: leaves that could not be compared, since they contain no numbers or have incompatible dtypes.
+      mixed_up: leaves of A that do not resemble their counterpart, each with the leaf of B that it does resemble, as if
+        names were swapped.
+      tied: leaves without a counterpart that have the bits of another leaf on the same side, each with that leaf.
     """
 
     rows: tuple[Row, ...]
@@ -113,7 +113,7 @@ class DiffReport(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether there are leaves, each was compared with its counterpart, and all are as near as they have to be."""
+        """Whether there are leaves, and all were compared with their counterparts and pass."""
         missing = self.only_a or self.only_b or self.left_out
         return bool(self.rows) and not missing and all(row.passes for row in self.rows)
 
@@ -130,25 +130,24 @@ def diff(
     gradients: bool | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> DiffReport:
-    """Compares two dumps leaf by leaf; only leaves that may be transposed are loaded whole, others in pieces.
+    """Compares two dumps leaf by leaf, in chunks; only leaves that may be transposed are loaded entirely.
 
     Args:
       a, b: from `gradcombine.verify.diff.dumps.open_dump`.
-      allowed: how far apart leaves may be. A square kernel that is alike in another order of axes than its name's
-        convention says does not pass, where the other kernels of the two dumps follow theirs.
-      rules: which leaf is which, if names, shapes and values cannot tell.
-      reference: the same leaves in float64, which say of each side whether it is off
-        (`gradcombine.verify.compare.reference`).
-        Then a leaf passes if both sides are within their rounding noise, whatever is allowed; one that the reference
-        lacks is left out.
-      roundings: how many in a row the noise is that of; None to estimate.
-      gradients: whether the dumps hold gradients, not values: of two biases that are one on the other side each has the
-        gradient of that one, and their values add up to its. None to tell by the names (``gradients/...``), and by
-        biases that differ; where neither tells, these are left out.
-      progress: called before each leaf, and after the last, with its name, the elements so far and all elements.
+      allowed: the largest allowed difference. A square kernel whose order of axes contradicts the convention of its
+        name fails in any case, if the other kernels of the two dumps follow theirs.
+      rules: which leaves correspond, where names, shapes and values do not decide.
+      reference: the same leaves in float64, to find out which side is off (`gradcombine.verify.compare.reference`).
+        A leaf then passes if both sides are within their rounding noise, regardless of ``allowed``; leaves missing from
+        the reference are left out.
+      roundings: the number of successive roundings in the noise; None to estimate it.
+      gradients: whether the dumps contain gradients rather than values. Where two biases on one side are one on the
+        other, the values of the two add up to the value of the one, but each has the gradient of the one. None to
+        decide by names (``gradients/...``) and by biases that differ; biases are left out if neither decides.
+      progress: called before each leaf and after the last, with its name, the compared elements and their total.
 
     Raises:
-      GradCombineError: for damaged files, and rules that do not fit.
+      GradCombineError: for damaged files and for rules that do not fit.
 
     >>> import numpy as np
     >>> from gradcombine.formats import from_array
@@ -161,20 +160,20 @@ def diff(
     """
     require_allowed(allowed)
     require_rules(rules)
-    given = a, b
-    ruled = {found[1] for found in map(rules.find, a) if found is not None}
+    originals = a, b
+    ruled = {rule[1] for rule in map(rules.find, a) if rule is not None}
 
     def fixed(name: str) -> bool:
         return name in ruled or rules.find(name) is not None or rules.ignores(name)
 
     named_as_b = reference is not None and sum(name in b for name in reference) > sum(name in a for name in reference)
-    if reference is not None:  # laid out as the side that it is named as
+    if reference is not None:  # in the layout of the side whose names it uses
         sides = (a, reference) if named_as_b else (reference, b)
         first, second, _ = common(*sides, fixed, gradients)
         reference = second if named_as_b else first
     a, b, known = common(a, b, fixed, gradients)
-    everything = sum(entry.size for entry in a.values())
-    matching = _with_flipped(a, b, match(a, b, rules, lambda name: progress(f"matching {name}", 0, everything), known))
+    elements = sum(entry.size for entry in a.values())
+    matching = _with_flipped(a, b, match(a, b, rules, lambda name: progress(f"matching {name}", 0, elements), known))
     total, done = sum(a[pair.a].size for pair in matching.pairs), 0
     rows: list[Row] = []
     left_out: list[LeftOut] = []
@@ -185,11 +184,11 @@ def diff(
             left_out.append(LeftOut(_name(pair), reason))
         else:
             difference = _measured(a[pair.a], b[pair.b], pair)
-            if difference.cosine < ALIKE and (turned := flipped(a, b, pair)) is not None:
-                pair, difference = turned, _measured(a[pair.a], b[pair.b], turned)
-            reshaped = None  # halves that were joined have no shape in their own files
-            if pair.a in given[0] and pair.b in given[1]:
-                shapes = given[0][pair.a].shape, given[1][pair.b].shape
+            if difference.cosine < ALIKE and (convolution := flipped(a, b, pair)) is not None:
+                pair, difference = convolution, _measured(a[pair.a], b[pair.b], convolution)
+            reshaped = None  # also for parts and sums of leaves, which have no shape in the files
+            if pair.a in originals[0] and pair.b in originals[1]:
+                shapes = originals[0][pair.a].shape, originals[1][pair.b].shape
                 reshaped = None if shapes == (a[pair.a].shape, b[pair.b].shape) else shapes
             rows.append(Row(pair, difference, allowed.passes(difference), reshaped=reshaped))
             done += a[pair.a].size
@@ -211,37 +210,37 @@ def diff(
 
 
 def _follow_names(rows: Sequence[Row]) -> bool:
-    """Whether kernels whose shapes tell their order of axes have that of their names: all, and one at least.
+    """Whether all kernels whose shape determines the order of axes follow their names, and there is at least one.
 
-    Then the names decide of square ones as well. (GPT-2's ``weight`` is laid out as a ``kernel``, and none decides.)
+    Names then decide for square kernels, too. (They do not in GPT-2, where a ``weight`` is laid out like a ``kernel``.)
     """
-    alike = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
-    told = [not row.transposed for row in alike if len(row.difference.shape) > 1 and not _is_square(row)]
-    return bool(told) and all(told)
+    kernels = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
+    follow = [not row.transposed for row in kernels if len(row.difference.shape) > 1 and not _is_square(row)]
+    return bool(follow) and all(follow)
 
 
 def _is_square(row: Row) -> bool:
-    """Whether a kernel has as many inputs as outputs, so that its shape does not tell the order of its axes."""
+    """Whether a kernel has equally many inputs and outputs, so that its shape does not determine the order of axes."""
     shape = row.difference.shape
     is_kernel = row.pair.a.removesuffix("/value").endswith("kernel")
     return len(shape) > 1 and (shape[-1] == shape[-2] if is_kernel else shape[0] == shape[1])
 
 
-def _tied(dump: Dump, alone: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Leaves without a counterpart that have the bits of another leaf, such as an embedding that is the last layer."""
-    lonely = set(alone)
-    forms = {(dump[name].shape, dump[name].dtype) for name in alone if dump[name].size > 1}
-    twins: dict[tuple[object, ...], str] = {}
+def _tied(dump: Dump, unmatched: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Unmatched leaves that have the bits of a matched one, such as output weights tied to an embedding."""
+    rest = set(unmatched)
+    types = {(dump[name].shape, dump[name].dtype) for name in unmatched if dump[name].size > 1}
+    matched: dict[tuple[object, ...], str] = {}
     for name, leaf in dump.items():
-        if name not in lonely and (leaf.shape, leaf.dtype) in forms and not leaf.unread:
-            twins.setdefault(_bits_of(leaf), name)
-    for name in alone if twins else ():
-        if dump[name].size > 1 and (twin := twins.get(_bits_of(dump[name]))) is not None:
+        if name not in rest and (leaf.shape, leaf.dtype) in types and not leaf.unread:
+            matched.setdefault(_bits_of(leaf), name)
+    for name in unmatched if matched else ():
+        if dump[name].size > 1 and (twin := matched.get(_bits_of(dump[name]))) is not None:
             yield name, twin
 
 
 def _bits_of(leaf: Entry) -> tuple[object, ...]:
-    """Shape, dtype and a digest of the bits of a leaf, which is read once."""
+    """Shape, dtype and SHA-256 of a leaf."""
     digest = hashlib.sha256()
     for piece in leaf.pieces():
         digest.update(piece.tobytes())
@@ -249,32 +248,33 @@ def _bits_of(leaf: Entry) -> tuple[object, ...]:
 
 
 TRIED = 64
-"""How many leaves of a shape are tried as the transposed convolution of another one."""
+"""Number of leaves of the same shape that are tried as the flipped kernel of a transposed convolution."""
 
 
 def _with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:
-    """With the transposed convolutions among the leaves that are left."""
+    """Adds the pairs of transposed convolutions among the unmatched leaves."""
     pairs, rest = list(matching.pairs), dict.fromkeys(matching.only_b)
     by_shape: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in rest:
         by_shape[tuple(sorted(b[name].shape))].append(name)
     for x in matching.only_a:
-        same = by_shape[tuple(sorted(a[x].shape))] if len(a[x].shape) > 2 else []  # a convolution has no fewer axes
-        found = (flipped(a, b, Pair(x, y, None, "values")) for y in same[:TRIED])
-        pair = next(filter(None, found), None)
+        # A convolution's kernel has three axes or more.
+        candidates = by_shape[tuple(sorted(a[x].shape))] if len(a[x].shape) > 2 else []
+        flips = (flipped(a, b, Pair(x, y, None, "values")) for y in candidates[:TRIED])
+        pair = next(filter(None, flips), None)
         if pair is not None:
             pairs.append(pair)
-            same.remove(pair.b)
+            candidates.remove(pair.b)
             rest.pop(pair.b)
-    taken = {pair.a for pair in pairs}
-    return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in taken), tuple(rest))
+    matched = {pair.a for pair in pairs}
+    return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in matched), tuple(rest))
 
 
 def _mixed_up(a: Dump, b: Dump, rows: list[Row]) -> tuple[tuple[str, str], ...]:
     unlike = [row.pair for row in rows if not row.passes and not row.difference.cosine >= ALIKE]
     left, right = {pair.a: a[pair.a] for pair in unlike}, {pair.b: b[pair.b] for pair in unlike}
-    own = {pair.a: pair.b for pair in unlike}
-    return tuple((x, y) for x, y, _ in closest(left, right) if own[x] != y and a[x].size > 1)
+    counterpart = {pair.a: pair.b for pair in unlike}
+    return tuple((x, y) for x, y, _ in closest(left, right) if counterpart[x] != y and a[x].size > 1)
 
 
 def _name(pair: Pair) -> str:
@@ -291,47 +291,47 @@ def _incomparable(a: Entry, b: Entry) -> str:
 
 def _measured(a: Entry, b: Entry, pair: Pair) -> LeafDifference:
     meter = Meter(_name(pair), a.shape, a.dtype, b.dtype)
-    for left, right in _in_step(_pieces(a), _pieces(b, pair)):
+    for left, right in _of_equal_length(_pieces(a), _pieces(b, pair)):
         meter.add(left, right)
     return meter.result()
 
 
 def _pieces(entry: Entry, *pairs: Pair) -> Iterator[np.ndarray]:
-    """The elements of the second leaf of a pair as the first has them, by one pair after another.
+    """The elements of a leaf in chunks, brought into the order of axes of each pair's first leaf in turn.
 
-    Only one that is transposed is loaded whole.
+    Only transposed leaves are loaded entirely.
     """
     if not any(pair.axes for pair in pairs):
         return entry.pieces()
-    whole = entry.whole()
+    array = entry.whole()
     for pair in pairs:
-        whole = np.flip(whole, pair.flipped).transpose(pair.axes or range(whole.ndim))
-    return iter([whole.reshape(-1)])
+        array = np.flip(array, pair.flipped).transpose(pair.axes or range(array.ndim))
+    return iter([array.reshape(-1)])
 
 
-def _in_step(*sides: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
-    """The pieces of all sides, cut to equal lengths."""
-    held = [np.empty(0) for _ in sides]
+def _of_equal_length(*sides: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+    """The chunks of all sides, split further to equal lengths."""
+    rests = [np.empty(0) for _ in sides]
     while True:
-        held = [next(side, left) if left.size == 0 else left for side, left in zip(sides, held, strict=True)]
-        size = min(left.size for left in held)
+        rests = [next(side, rest) if rest.size == 0 else rest for side, rest in zip(sides, rests, strict=True)]
+        size = min(rest.size for rest in rests)
         if size == 0:
             return
-        yield tuple(left[:size] for left in held)
-        held = [left[size:] for left in held]
+        yield tuple(rest[:size] for rest in rests)
+        rests = [rest[size:] for rest in rests]
 
 
 def _judged(
     rows: list[Row], a: Dump, b: Dump, reference: Dump, roundings: float | None, named_as_b: bool
 ) -> tuple[list[Row], list[LeftOut]]:
-    """The rows with their judgements; those without are left out. The reference is named as one of the sides is."""
+    """Judges the rows by the reference, which has the names of A or B; leaves out rows that cannot be judged."""
     base = {row.pair.b: b[row.pair.b] for row in rows} if named_as_b else {row.pair.a: a[row.pair.a] for row in rows}
-    found = {pair.a: pair for pair in match(base, reference).pairs}
+    references = {pair.a: pair for pair in match(base, reference).pairs}
     measured: dict[str, Errors] = {}
     left_out: list[LeftOut] = []
     for row in rows:
         left, right, name = a[row.pair.a], b[row.pair.b], _name(row.pair)
-        pair = found.get(row.pair.b if named_as_b else row.pair.a)
+        pair = references.get(row.pair.b if named_as_b else row.pair.a)
         if pair is None:
             left_out.append(LeftOut(name, "not in the reference, or not in this shape"))
             continue
@@ -340,13 +340,13 @@ def _judged(
         if problem:
             left_out.append(LeftOut(name, f"reference of {exact.dtype}: {problem}"))
             continue
-        # Of a reference that is named as B is, the axes are brought into the order of B, then into that of A.
-        ways = (pair, row.pair) if named_as_b else (pair,)
+        # The axes of a reference with B's names are brought into B's order, then into A's.
+        to_a = (pair, row.pair) if named_as_b else (pair,)
 
         def pieces(
-            row: Row = row, exact: Entry = exact, ways: tuple[Pair, ...] = ways
+            row: Row = row, exact: Entry = exact, to_a: tuple[Pair, ...] = to_a
         ) -> Iterator[tuple[np.ndarray, ...]]:
-            return _in_step(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair), _pieces(exact, *ways))
+            return _of_equal_length(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair), _pieces(exact, *to_a))
 
         measured[name] = errors(name, (left.dtype, right.dtype), pieces)
     judgements = {each.name: each for each in judge(list(measured.values()), roundings)}

@@ -1,4 +1,4 @@
-"""Report of a diff: its rows once, as JSON and as sections of a screen or a page."""
+"""Report of a diff, as sections for the terminal and HTML, and as JSON."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relativ
 _STEP_COLUMNS = ("step", "leaves that differ", "not compared", "largest", "worst leaf")
 
 PLOTTED = 8
-"""How many leaves get a histogram."""
+"""Maximum number of leaves with a histogram."""
 
 MAPPED = 60
-"""How many leaves a heat map has."""
+"""Maximum number of leaves in a heat map."""
 
 _TICKS = {0: "equal", 1: "1 ulp", 8: "2^7", 16: "2^15", 24: "2^23", 33: "2^32 or NaN"}
 
 
 def verdict(report: DiffReport | RunReport) -> str:
-    """The answer in a sentence."""
+    """The result in a sentence."""
     if isinstance(report, RunReport):
         if report.passes:
             return f"All {len(report.steps)} steps pass."
         if report.first is not None:
             return f"The first step that differs is {report.first}: {verdict(report.steps[report.first])}"
-        return "Not all of both runs was compared."
+        return "The runs could not be compared completely."
     judged = Counter(row.judgement.verdict for row in report.rows if row.judgement is not None)
     if report.passes:
         noise = " Both sides are within their rounding noise of the reference." if judged else ""
@@ -51,13 +51,13 @@ def verdict(report: DiffReport | RunReport) -> str:
 
 
 def sections(report: DiffReport | RunReport) -> list[Section]:
-    """The tables and charts: what was not compared before all, then what differs, the worst first."""
+    """The tables and charts: first what was not compared, then what differs, worst first."""
     parts = _of_runs(report) if isinstance(report, RunReport) else _of_dumps(report)
     return [section for section in parts if section.rows]
 
 
 def as_json(report: DiffReport | RunReport) -> dict[str, Any]:
-    """The report as what json can write."""
+    """The report as JSON-serializable values."""
     if isinstance(report, RunReport):
         return {
             "passes": report.passes,
@@ -94,13 +94,13 @@ def _of_dumps(report: DiffReport) -> list[Section]:
     return [
         Section(
             "Leaves that were not compared",
-            "A rules file can leave them out (ignore_a, ignore_b).",
+            "A rules file can ignore them (ignore_a, ignore_b).",
             columns=("leaf", "reason"),
             rows=[Cells(each, False) for each in report.left_out],
         ),
         Section(
             "Leaves without a counterpart",
-            "A rules file can leave them out (ignore_a, ignore_b).",
+            "A rules file can ignore them (ignore_a, ignore_b).",
             columns=("leaf", ""),
             rows=[
                 Cells((name, f"only in {side}" + (f", with the bits of {tied[name]}" if name in tied else "")), False)
@@ -109,16 +109,16 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             ],
         ),
         Section(
-            "Leaves that are alike only in another order of axes, though their shapes agree",
-            "A kernel that was transposed by mistake looks like that, or one that should have been, or a transposed "
-            "convolution of flax that should have been flipped. It fails where the other kernels have the order that "
-            "their names say. If it is meant, a rule can say so (transpose).",
+            "Leaves that agree only with their axes in another order, though their shapes are equal",
+            "Typical of a kernel that was transposed by mistake or should have been transposed, or of flax's kernel of "
+            "a transposed convolution that should have been flipped. It fails if the other kernels follow the "
+            "convention of their names. If it is intended, add a rule (transpose).",
             columns=("leaf", "axes of B"),
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
         ),
         Section(
-            "Leaves of two shapes",
-            "Compared with two axes side by side as one: heads, say, or the multiplier of a depthwise convolution.",
+            "Leaves with different shapes",
+            "Compared with two adjacent axes merged, such as heads, or the multiplier of a depthwise convolution.",
             columns=("leaf", "shape in A", "shape in B"),
             rows=[
                 Cells((row.difference.name, *(" x ".join(map(str, shape)) for shape in row.reshaped)), row.passes)
@@ -128,9 +128,9 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         ),
         Section(
             "Which side is off",
-            "By how many times its own rounding noise each side is away from the reference; off from "
-            f"{LIMIT:g} times on. The noise is that of so many roundings in a row. Where the reference is off, both "
-            "sides may compute something else in the same way.",
+            "Distance of each side from the reference, in units of the side's rounding noise; a side is off above "
+            f"{LIMIT:g}. The noise is that of the given number of successive roundings. If the reference is off, both "
+            "sides may compute the same different function.",
             columns=("leaf", "verdict", "A", "B", "roundings"),
             rows=[
                 Cells((each.name, each.verdict, *(f"{x:,.3g}" for x in (each.a, each.b, each.roundings))), each.passes)
@@ -139,14 +139,14 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             ],
         ),
         Section(
-            "Leaves that are like another one",
-            "Not like the leaf that their names pair them with: two that were swapped look like that.",
-            columns=("leaf of A", "is like that of B"),
+            "Leaves that resemble another leaf",
+            "They do not resemble the leaf that their names pair them with, as if two leaves were swapped.",
+            columns=("leaf of A", "resembles leaf of B"),
             rows=[Cells(each, False) for each in report.mixed_up],
         ),
         Section(
             "Leaves that differ",
-            "The worst first. Distances in units in the last place (ulp); relative to the leaf's largest element.",
+            "Worst first. Distances in units in the last place (ulp); relative to the leaf's largest element.",
             [_histogram(row) for row in plotted],
             COLUMNS,
             [_cells(row) for row in differ],
@@ -156,26 +156,26 @@ def _of_dumps(report: DiffReport) -> list[Section]:
 
 
 def _of_runs(report: RunReport) -> list[Section]:
-    """A heat map and a line a step, then the first step that differs in full."""
+    """A heat map and a row per step, then the details of the first step that differs."""
     lines: list[Cells] = []
     for step, of_step in report.steps.items():
-        apart = [row for row in of_step.rows if not row.passes]
-        worst = _cells(apart[0]).cells if apart else ("",) * len(COLUMNS)
-        lost = len(of_step.only_a) + len(of_step.only_b) + len(of_step.left_out)
-        counts = f"{len(apart)} of {len(of_step.rows)}", str(lost or "")
+        failed = [row for row in of_step.rows if not row.passes]
+        worst = _cells(failed[0]).cells if failed else ("",) * len(COLUMNS)
+        missing = len(of_step.only_a) + len(of_step.only_b) + len(of_step.left_out)
+        counts = f"{len(failed)} of {len(of_step.rows)}", str(missing or "")
         lines.append(Cells((str(step), *counts, worst[4], worst[0]), of_step.passes))
-    alone = [(f"step {step}", f"only in {side}") for side, steps in _sides(report) for step in steps]
-    alone += [(name, "no step in its name") for name in report.left_out]
+    not_compared = [(f"step {step}", f"only in {side}") for side, steps in _sides(report) for step in steps]
+    not_compared += [(name, "no step in its name") for name in report.left_out]
     first = [] if report.first is None else sections(report.steps[report.first])
     return [
         Section("Steps", charts=_heat_map(report), columns=_STEP_COLUMNS, rows=lines, whole=True),
-        Section("Not compared", columns=("", "reason"), rows=[Cells(each, False) for each in alone]),
+        Section("Not compared", columns=("", "reason"), rows=[Cells(each, False) for each in not_compared]),
         *(each._replace(title=f"Step {report.first}: {each.title}") for each in first),
     ]
 
 
 def _cells(row: Row) -> Cells:
-    """A pair of leaves as a row of `COLUMNS`."""
+    """A pair of leaves as a table row with `COLUMNS`."""
     leaf = row.difference
     matched = [row.pair.reason] * (row.pair.reason != "name") + [f"axes {_axes(row)}"] * bool(row.pair.axes)
     return Cells(
@@ -205,7 +205,7 @@ def _worst(leaf: LeafDifference) -> str:
 
 
 def _digits(value: object, dtype: str) -> str:
-    """A number in the fewest digits that tell it from the others of its dtype."""
+    """A number with the fewest digits that identify it in its dtype."""
     return str(np.float32(value)) if isinstance(value, float) and dtype != "float64" else repr(value)
 
 
@@ -217,13 +217,13 @@ def _histogram(row: Row) -> Histogram:
 
 
 def _heat_map(report: RunReport) -> list[HeatMap]:
-    """The bit length of the largest distance of each leaf in each step, of the worst leaves only."""
+    """The bit length of each leaf's largest distance in each step, for the worst leaves."""
     worst: dict[str, int] = {}
     lengths: dict[tuple[str, int], float] = {}
     for step, of_step in report.steps.items():
         for leaf in (row.difference for row in of_step.rows):
             worst[leaf.name] = max(worst.get(leaf.name, 0), leaf.max_ulp)
-            # Equal numbers may have unequal bits: the signs of zeros.
+            # Equal numbers may have different bits: signed zeros.
             lengths[leaf.name, step] = min(33, max(leaf.max_ulp.bit_length(), int(not leaf.equal_bits)))
     names = sorted(worst, key=lambda name: -worst[name])[:MAPPED]
     values = {name: [lengths.get((name, step), math.nan) for step in report.steps] for name in names}

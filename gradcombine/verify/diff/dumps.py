@@ -1,5 +1,5 @@
 # pyright: standard
-"""Files and checkpoints of arrays. Each format's library is imported when such a file is opened."""
+"""Readers of files and checkpoints that contain arrays. A format's library is imported when such a file is opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safe
 from gradcombine.verify.diff import pytorch
 
 Dump: TypeAlias = Mapping[str, Entry]
-"""The entries of a file, by name."""
+"""The entries of a file by name."""
 
 EXPECTED = (
     "a .npz, .safetensors, .pt, .pth, .h5 or .weights.h5 file, shards with their index, a tf.train checkpoint or an "
@@ -28,7 +28,7 @@ EXPECTED = (
 
 @operation("diff")
 def open_dump(path: str | Path) -> Dump:
-    """The arrays of a file or checkpoint, by name; they are read on demand.
+    """Opens a file or checkpoint; its arrays are read on demand.
 
     Args:
       path: an .npz, .safetensors, .h5 or .weights.h5 file; a .pt, .pth, .bin or .ckpt file of torch.save; the
@@ -36,22 +36,21 @@ def open_dump(path: str | Path) -> Dump:
         directory; or an Orbax checkpoint's directory.
 
     Raises:
-      GradCombineError: for a path that does not exist, an unknown format, a missing package that the format needs, and
-        a damaged file.
+      GradCombineError: for a missing path, an unknown format, a missing package, and a damaged file.
     """
     path = require_path(EXPECTED, path)
-    kind = detect(path)
-    if kind is None:
+    file_format = detect(path)
+    if file_format is None:
         received = str(path) if path.exists() else f"{path}, which does not exist"
         raise invalid(EXPECTED, received)
     try:
         with importing(f"to read {path.name}"):
-            return _READERS[kind](path)
+            return _READERS[file_format](path)
     except (GradCombineError, MemoryError):
         raise
     except Exception as error:
-        # Each library has its own classes for a damaged file, from zlib.error to tf.errors.DataLossError.
-        raise invalid(f"{path.name} to be a whole {kind} file", first_line(error)) from error
+        # Libraries raise different errors for a damaged file, from zlib.error to tf.errors.DataLossError.
+        raise invalid(f"{path.name} to be a complete {file_format} file", first_line(error)) from error
 
 
 _INDEX = ".index.json"
@@ -65,14 +64,14 @@ _SUFFIXES = {
     ".hdf5": "h5",
 }
 _TORCH_ARCHIVES = (".bin", ".ckpt")
-"""Suffixes of files of torch.save on the Hugging Face Hub and by Lightning; other files are called so, too."""
+"""Suffixes of torch.save files on the Hugging Face Hub and from Lightning. Other files have them, too."""
 
 
 def detect(path: Path) -> str | None:
-    """The format of a path, by its name and its neighbours; None if it has none."""
-    for suffix, kind in _SUFFIXES.items():
+    """The format of a path by its name and neighboring files; None if unknown."""
+    for suffix, file_format in _SUFFIXES.items():
         if path.name.endswith(suffix) and path.is_file():
-            return kind
+            return file_format
     if path.name.endswith(_TORCH_ARCHIVES) and path.is_file() and pytorch.is_archive(path):
         return "torch"
     if path.is_dir():
@@ -87,62 +86,63 @@ def detect(path: Path) -> str | None:
     return "tensorflow" if index.is_file() else None
 
 
-# Shards and their index, as the Hugging Face Hub keeps large models.
+# Shards with an index, as on the Hugging Face Hub.
 
 
 def _indices(directory: Path) -> list[Path]:
-    """The index of the shards in a directory: of .safetensors ones, if there is any."""
+    """The index files of a directory: those of .safetensors shards if there are any."""
     return sorted(directory.glob(f"*.safetensors{_INDEX}")) or sorted(directory.glob(f"*.bin{_INDEX}"))
 
 
 def _is_beside(file: Path, other: Path) -> bool:
-    """Whether a file is in another one's directory, or both are links to one directory: the Hub's cache has such."""
+    """Whether two files are in one directory, or are links into one directory, as in the Hub's cache."""
     target = file.resolve()
     return target.is_relative_to(other.parent.resolve()) or target.parent == other.resolve().parent
 
 
 def _read_sharded(path: Path) -> Dump:
-    """The tensors of several files, one after another, as their index says.
+    """The tensors of all shards, in the order of the index.
 
     Args:
-      path: the index, which says for each tensor in which file of its directory it is; or the directory.
+      path: the index, which maps each tensor to a file in its directory; or the directory.
     """
     indices = _indices(path) if path.is_dir() else [path]
     if len(indices) > 1:
         raise invalid("one index", ", ".join(each.name for each in indices), path.name)
-    where: Any = safetensors.parsed(indices[0].name, indices[0].read_bytes()).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+    weight_map: Any = safetensors.parsed(indices[0].name, indices[0].read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise invalid("a weight_map of tensors' names and their files' names", indices[0].name)
     shards: dict[str, Dump] = {}
-    for shard in dict.fromkeys(where.values()):
-        # A name is a file beside the index: an index from a stranger leads nowhere else, nor does a link.
+    for shard in dict.fromkeys(weight_map.values()):
+        # An untrusted index, or a link, must not lead out of the index's directory.
         file = indices[0].with_name(shard) if Path(shard).name == shard else None
         if file is None or detect(file) not in ("safetensors", "torch"):
             raise invalid(f"the shard {shard} beside {indices[0].name}", "none")
         if not _is_beside(file, indices[0]):
             raise invalid(f"the shard {shard} beside {indices[0].name}", "a link to elsewhere")
         shards[shard] = open_dump(file)
-    for name in dict.fromkeys(chain(where, *shards.values())):
+    for name in dict.fromkeys(chain(weight_map, *shards.values())):
         holders = [shard for shard, entries in shards.items() if name in entries]
-        if holders != [where.get(name)]:
-            told = f"a tensor in one shard, {where[name]}" if name in where else f"a tensor of {indices[0].name}"
-            raise invalid(told, f"it in {', '.join(holders)}" if holders else "none in any shard", name)
-    return {name: shards[shard][name] for name, shard in where.items()}
+        if holders != [weight_map.get(name)]:
+            known = name in weight_map
+            expected = f"a tensor in one shard, {weight_map[name]}" if known else f"a tensor of {indices[0].name}"
+            raise invalid(expected, f"it in {', '.join(holders)}" if holders else "none in any shard", name)
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-# HDF5, as Keras writes its .weights.h5.
+# HDF5, the format of Keras' .weights.h5.
 
 _MAX_COMPRESSION = 1 << 16
-"""A dataset that claims to be compressed further was never written, and would take for ever to read."""
+"""No writer reaches a higher ratio; a dataset that claims one would take forever to read."""
 
 _MOST_LEVELS = 100
-"""Groups in groups: Keras' files have a few."""
+"""Limit of nested groups. Keras' files have a few levels."""
 
 
 def _read_hdf5(path: Path) -> Dump:
-    """The datasets of an HDF5 file, by their paths. It stays open as long as an entry of it lives.
+    """The datasets of an HDF5 file by path. The file stays open as long as one of its entries exists.
 
-    Links are followed to other places in this file, and to files in its directory.
+    Links are followed within this file, and to files in its directory.
     """
     import h5py
 
@@ -173,10 +173,10 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
         elif not isinstance(node, h5py.Group):
             yield unread(name, "a type without an array")
         elif node.id in seen:
-            # Links may form cycles, and more paths than can be counted.
+            # Links may form cycles, or an exponential number of paths.
             yield unread(name, "a second link to a group")
         elif prefix.count("/") == _MOST_LEVELS:
-            yield unread(name, f"a group in more than {_MOST_LEVELS} others")
+            yield unread(name, f"a group nested in more than {_MOST_LEVELS} others")
         else:
             yield from _hdf5_entries(path, node, f"{name}/", seen)
 
@@ -184,7 +184,7 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
 def _hdf5_entry(name: str, node: Any) -> Entry:
     dtype = node.dtype
     if dtype == np.dtype("V2") and node.attrs.get("dtype") == "bfloat16":
-        # Keras writes bfloat16 as opaque words of two bytes, with an attribute that says so.
+        # Keras writes bfloat16 as opaque 2-byte words, marked by an attribute.
         dtype = np.dtype(ml_dtypes.bfloat16)
     if node.shape is None:
         return unread(name, "a dataset without a shape")
@@ -197,27 +197,27 @@ def _hdf5_entry(name: str, node: Any) -> Entry:
     return from_blocks(name, node.shape, dtype, lambda index: np.asarray(node[index]).view(dtype))
 
 
-# TensorFlow checkpoints, as tf.train.Checkpoint writes them.
+# TensorFlow checkpoints, as written by tf.train.Checkpoint.
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-"""The file's own bookkeeping of how objects are connected; not a leaf."""
+"""Key of the serialized object graph, which is not a leaf."""
 
 
 def _read_tensorflow(path: Path) -> Dump:
-    """The variables of a checkpoint, by the paths of the objects that held them.
+    """The variables of a checkpoint by object path.
 
     Args:
-      path: the checkpoint's prefix; its .index file; or a directory, whose latest checkpoint is read.
+      path: the checkpoint's prefix, its .index file, or a directory, whose latest checkpoint is read.
     """
     import tensorflow as tf
 
     prefix = tf.train.latest_checkpoint(path) if path.is_dir() else str(path).removesuffix(".index")
     try:
         reader = tf.train.load_checkpoint(prefix)
-    except MemoryError as error:  # TensorFlow makes room for a damaged length before it looks at the checksum
+    except MemoryError as error:  # TensorFlow allocates a damaged length before it verifies the checksum
         received = f"{path}, whose index asks for more memory than there is"
-        raise invalid("a checkpoint of TensorFlow", received) from error
+        raise invalid("a TensorFlow checkpoint", received) from error
     dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
     entries = {}
     for key in sorted(shapes):
@@ -233,14 +233,14 @@ def _read_tensorflow(path: Path) -> Dump:
     return entries
 
 
-# Orbax checkpoints, the usual ones of JAX programs.
+# Orbax checkpoints, the usual format of JAX programs.
 
 BATCH = 1 << 28
-"""About how many bytes are restored at a time: each restoration walks through the whole tree."""
+"""Approximate number of bytes to restore at a time; each restore traverses the entire tree."""
 
 
 def _read_orbax(path: Path) -> Dump:
-    """The arrays and numbers of a checkpoint directory, by their paths in the saved tree."""
+    """The arrays and numbers of a checkpoint directory by path in the saved tree."""
     path = path.resolve()
     if (path / "_METADATA").exists():
         return {leaf.name: leaf for leaf in _orbax_entries(path)}
@@ -248,7 +248,7 @@ def _read_orbax(path: Path) -> Dump:
     trees = [child for child in folders if (child / "_METADATA").exists()]
     if len(trees) != 1:
         raise invalid("a checkpoint of one tree", f"{[child.name for child in trees]}", path.name)
-    # The name of the only tree is not a part of its leaves' names.
+    # With a single tree, its name is not part of the leaves' names.
     others = [child.name for child in folders if child != trees[0]]
     items = {f"{name} (item)": unread(name, "an item that is not a tree") for name in others}
     return {leaf.name: leaf for leaf in _orbax_entries(trees[0])} | items
@@ -264,14 +264,14 @@ def _orbax_entries(directory: Path) -> Iterator[Entry]:
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_orbax_leaf)[0]
     store = _OrbaxStore(directory, tree, leaves)
     names = ["/".join(str(_plain_key(key)) for key in keys) for keys, _ in leaves]
-    same_name, same_place = Counter(names), Counter(leaf.name for _, leaf in leaves)
+    with_name, with_file = Counter(names), Counter(leaf.name for _, leaf in leaves)
     for name, (keys, leaf) in zip(names, leaves, strict=True):
-        name = name if same_name[name] == 1 else jax.tree_util.keystr(keys)
+        name = name if with_name[name] == 1 else jax.tree_util.keystr(keys)
         dtype = getattr(leaf, "dtype", None)
         shape = tuple(getattr(leaf, "shape", None) or ())
-        if same_place[leaf.name] > 1:
-            # {"a": {"b": x}, "a.b": y} is one array on disk, and Orbax has lost the other.
-            yield unread(name, f"one array, {leaf.name}, for {same_place[leaf.name]} leaves", shape)
+        if with_file[leaf.name] > 1:
+            # {"a": {"b": x}, "a.b": y} is one array on disk; Orbax has lost the other.
+            yield unread(name, f"one array, {leaf.name}, for {with_file[leaf.name]} leaves", shape)
         elif dtype is None or not entry.holds_numbers(np.dtype(dtype)):
             yield unread(name, f"a leaf of type {type(leaf).__name__.removesuffix('Metadata')}", shape)
         else:
@@ -279,16 +279,16 @@ def _orbax_entries(directory: Path) -> Iterator[Entry]:
 
 
 class _OrbaxStore:
-    """Restores leaves in batches, of which it keeps the last."""
+    """Restores leaves in batches; the last batch is cached."""
 
     def __init__(self, directory: Path, tree: Any, leaves: list[tuple[Any, Any]]) -> None:
         self._directory, self._tree = directory, tree
         self._batches: dict[Any, int] = {}
-        before = 0
+        offset = 0
         for keys, leaf in leaves:
-            self._batches[keys] = before // BATCH
+            self._batches[keys] = offset // BATCH
             shape, dtype = getattr(leaf, "shape", None) or (), getattr(leaf, "dtype", None) or np.float64
-            before += int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+            offset += int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
         self._number, self._batch = -1, None
 
     def load(self, keys: Any) -> np.ndarray:
@@ -301,15 +301,15 @@ class _OrbaxStore:
         return np.asarray(node)
 
     def _restored(self, number: int) -> Any:
-        """The tree with the leaves of one batch; the others stay on disk."""
+        """The tree with the leaves of one batch restored, and placeholders for the others."""
         import jax
         import orbax.checkpoint as ocp
 
-        def ask(keys: Any, leaf: Any) -> Any:
-            wanted = self._batches[keys] == number and hasattr(leaf, "dtype")
-            return ocp.RestoreArgs(restore_type=np.ndarray) if wanted else ocp.PLACEHOLDER
+        def restore_args(keys: Any, leaf: Any) -> Any:
+            in_batch = self._batches[keys] == number and hasattr(leaf, "dtype")
+            return ocp.RestoreArgs(restore_type=np.ndarray) if in_batch else ocp.PLACEHOLDER
 
-        arguments = jax.tree_util.tree_map_with_path(ask, self._tree, is_leaf=_is_orbax_leaf)
+        arguments = jax.tree_util.tree_map_with_path(restore_args, self._tree, is_leaf=_is_orbax_leaf)
         item = jax.tree.map(lambda x: x if x is ocp.PLACEHOLDER else 0, arguments)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(self._directory, args=ocp.args.PyTreeRestore(item=item, restore_args=arguments))

@@ -1,8 +1,8 @@
-"""One parameter in two shapes: what one framework packs and another splits; heads as an axis, or in another.
+"""Parameters that frameworks lay out differently: packed or split, with or without a separate axis of heads.
 
-PyTorch's MultiheadAttention has one ``in_proj_weight`` of shape (3 d, d), flax and Keras have ``query/kernel``,
-``key/kernel`` and ``value/kernel`` of shape (d, heads, d / heads), and ``out/kernel`` of (heads, d / heads, d). Its
-transposed convolutions are those of flax with the kernel flipped.
+PyTorch's MultiheadAttention has one ``in_proj_weight`` of shape (3 d, d); flax and Keras have ``query/kernel``,
+``key/kernel`` and ``value/kernel`` of shape (d, heads, d / heads), and ``out/kernel`` of (heads, d / heads, d). The
+kernels of transposed convolutions are flipped between PyTorch and flax.
 """
 
 from __future__ import annotations
@@ -27,30 +27,34 @@ _PARTS = "qkv"
 def common(
     a: Dump, b: Dump, fixed: Callable[[str], bool], gradients: bool | None = None
 ) -> tuple[Dump, Dump, tuple[Pair, ...]]:
-    """Both dumps, where one of them splits or merges what the other does not; and the pairs that are known by that.
+    """Brings two dumps into a common layout. Also returns the pairs of leaves that this determines.
 
-    ``attn.in_proj_weight`` becomes ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight`` if the
-    other dump packs nothing; and two axes side by side become one if only then the shape is that of the other's leaf of
-    this name, or of any leaf. Elements stay in their order. Recurrent cells become gates, if they are laid out
-    differently (`gradcombine.verify.diff.recurrent`). A leaf that is ``fixed``, for instance since a rule names it,
-    stays as it is; ``gradients`` tells what the dumps hold, None if they themselves tell.
+    ``attn.in_proj_weight`` is split into ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight``
+    unless the other dump packs them, too. Two adjacent axes are merged if only then the shape is that of the other
+    dump's leaf of this name, or of any leaf there. Recurrent cells are split into gates if the dumps lay them out
+    differently (`gradcombine.verify.diff.recurrent`). The order of elements does not change.
+
+    Args:
+      a, b: the dumps.
+      fixed: whether a leaf must not be changed, for instance because a rule names it.
+      gradients: whether the dumps contain gradients; None to decide from names and values.
     """
     a, b, pairs = gates(a, b, fixed, gradients)
     paired = {name for pair in pairs for name in pair[:2]}
 
-    def stays(name: str) -> bool:
+    def unchanged(name: str) -> bool:
         return name in paired or fixed(name)
 
-    a, b = _split(a, b, stays), _split(b, a, stays)
-    return _merged(a, b, stays), _merged(b, a, stays), pairs
+    a, b = _split(a, b, unchanged), _split(b, a, unchanged)
+    return _merged(a, b, unchanged), _merged(b, a, unchanged), pairs
 
 
 def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axes | None:
-    """The order of the second leaf's axes that gives the first one, where both names say whose convention they follow.
+    """The order of the second leaf's axes that gives the first leaf, by the conventions that the names imply.
 
-    A ``kernel`` of flax and Keras is (..., in, out), a ``weight`` of PyTorch (out, in, ...); of a convolution over each
-    channel (..., channels, 1) and (channels, 1, ...). None for other names, and where no convention gives the shape;
-    both shapes, ``a`` and ``b``, have two axes or more.
+    A ``kernel`` in flax and Keras is (..., in, out), a ``weight`` in PyTorch (out, in, ...); of a depthwise convolution
+    (..., channels, 1) and (channels, 1, ...). None for other names, and if no convention gives the shape. Both shapes,
+    ``a`` and ``b``, have at least two axes.
     """
     spatial = len(a) - 2
     if not conventional(pair):
@@ -65,11 +69,11 @@ def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axe
 
 
 def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:
-    """How a transposed convolution of flax, (H, W, I, O), lies beside PyTorch's, (I, O, H, W): it is flipped besides.
+    """The layout of a transposed convolution's kernel in flax, (H, W, I, O), and PyTorch, (I, O, H, W) and flipped.
 
     Returns:
-      The order of the second leaf's axes that gives the first one, and its spatial axes; None if the names are not
-      those of the two frameworks.
+      The order of the second leaf's axes that gives the first leaf, and the second leaf's spatial axes; None if the
+      names are not of these two frameworks.
     """
     if not 3 <= axes <= 5 or not conventional(pair):
         return None
@@ -79,16 +83,17 @@ def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:
 
 
 def flipped(a: Dump, b: Dump, pair: Pair) -> Pair | None:
-    """The pair as a `transposed_convolution`; None if the leaves are not alike in that way."""
+    """The pair with the layout of a `transposed_convolution`; None if the values do not agree in that layout."""
     left, right = a[pair.a], b[pair.b]
-    way = transposed_convolution(pair, len(left.shape))
-    if way is None or tuple(right.shape[i] for i in way[0]) != left.shape or left.size > MAX_SIZE:
+    layout = transposed_convolution(pair, len(left.shape))
+    if layout is None or tuple(right.shape[i] for i in layout[0]) != left.shape or left.size > MAX_SIZE:
         return None
-    alike = cosine(left.whole(), np.flip(right.whole(), way[1]).transpose(way[0])) >= ALIKE
-    return pair._replace(axes=way[0], flipped=way[1]) if alike else None
+    alike = cosine(left.whole(), np.flip(right.whole(), layout[1]).transpose(layout[0])) >= ALIKE
+    return pair._replace(axes=layout[0], flipped=layout[1]) if alike else None
 
 
 def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
+    """Splits packed queries, keys and values, unless the other dump packs them, too."""
     if any(_PACKED.fullmatch(name) for name in other):
         return dump
     parts: dict[str, Entry] = {}
@@ -110,7 +115,7 @@ def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
 
 
 def _packed_axis(shape: tuple[int, ...]) -> int | None:
-    """The axis along which queries, keys and values are packed; None if there is none."""
+    """The axis along which queries, keys and values are packed, or None."""
     if len(shape) == 1 and shape[0] % 3 == 0:
         return 0
     if len(shape) == 2 and 3 * min(shape) == max(shape):
@@ -119,24 +124,25 @@ def _packed_axis(shape: tuple[int, ...]) -> int | None:
 
 
 def _merged(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
-    times = Counter(map(canonical, other))
-    named = {canonical(name): leaf.shape for name, leaf in other.items() if times[canonical(name)] == 1}
-    sizes = {tuple(sorted(leaf.shape)) for leaf in other.values()}
+    """Merges two adjacent axes of each leaf whose shape only then occurs in the other dump."""
+    counts = Counter(map(canonical, other))
+    by_name = {canonical(name): leaf.shape for name, leaf in other.items() if counts[canonical(name)] == 1}
+    all_shapes = {tuple(sorted(leaf.shape)) for leaf in other.values()}
 
     def merged(name: str, leaf: Entry) -> Entry:
-        shape = named.get(canonical(name))
-        wanted = sizes if shape is None else {tuple(sorted(shape))}
-        if leaf.unread or fixed(name) or tuple(sorted(leaf.shape)) in wanted:
+        shape = by_name.get(canonical(name))
+        targets = all_shapes if shape is None else {tuple(sorted(shape))}
+        if leaf.unread or fixed(name) or tuple(sorted(leaf.shape)) in targets:
             return leaf
-        fitting = (merge for merge in _merges(leaf.shape) if tuple(sorted(merge)) in wanted)
+        fitting = (merge for merge in _merges(leaf.shape) if tuple(sorted(merge)) in targets)
         return leaf._replace(shape=next(fitting, leaf.shape))
 
     return {name: merged(name, leaf) for name, leaf in dump.items()}
 
 
 def _merges(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shapes with two axes side by side made one: those of two or three axes alone have heads."""
+    """The possible shapes after merging two adjacent axes: heads in leaves of two or three axes, or channels."""
     for i in range(len(shape) - 1 if len(shape) in (2, 3) else 0):
         yield (*shape[:i], math.prod(shape[i : i + 2]), *shape[i + 2 :])
-    if len(shape) >= 3:  # channels and multiplier of Keras' convolution over each channel
+    if len(shape) >= 3:  # channels and multiplier of Keras' depthwise convolution
         yield (*shape[:-2], 1, math.prod(shape[-2:]))

@@ -1,4 +1,4 @@
-"""Matching of the leaves of two dumps: by rule, by name, by shape, by values."""
+"""Matching of the leaves of two dumps by rules, names, shapes and values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Rule(NamedTuple):
     """One rule of a rules file.
 
     Attributes:
-      pattern: matches whole names of the first dump.
-      template: the name in the second one, with ``\\1`` for groups; None to leave the leaf out.
-      transpose: the order of the second leaf's axes that gives the first one; None to find out.
+      pattern: matches full names of the first dump.
+      template: the name in the second dump, with ``\\1`` for groups; None to ignore the leaf.
+      transpose: the order of the second leaf's axes that gives the first leaf; None to determine it from the values.
     """
 
     pattern: re.Pattern[str]
@@ -32,18 +32,18 @@ class Rule(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Rules by priority: the first that matches a name decides.
+    """Rules by priority: the first that matches a name applies.
 
     Attributes:
       rules: for names of the first dump.
-      ignored: patterns of names of the second dump that need no counterpart.
+      ignored: patterns for names of the second dump that need no counterpart.
     """
 
     rules: tuple[Rule, ...] = ()
     ignored: tuple[re.Pattern[str], ...] = ()
 
     def find(self, name: str) -> tuple[Rule, str | None] | None:
-        """The rule for a name of the first dump, and the name in the second."""
+        """The rule for a name of the first dump, and the name in the second; None without a rule."""
         for rule in self.rules:
             with _within(rule.pattern.pattern, name):
                 matched = rule.pattern.fullmatch(name)
@@ -60,13 +60,13 @@ class Rules(NamedTuple):
 
 
 def require_rules(rules: object) -> None:
-    """Raises for anything but `Rules`."""
+    """Raises unless ``rules`` are `Rules`."""
     if not isinstance(rules, Rules):
         raise invalid("rules, as read_rules returns them", shown(rules))
 
 
 SECONDS = 1.0
-"""For a name and a pattern, and to compile a pattern; most take less than a thousandth of it."""
+"""Time limit for compiling a pattern and for matching it with a name. Both usually take less than a millisecond."""
 
 
 def _within(pattern: object, name: str = "") -> AbstractContextManager[None]:
@@ -79,7 +79,7 @@ NO_RULES = Rules()
 
 @operation("diff")
 def read_rules(path: str | Path) -> Rules:
-    r"""Rules from a TOML file.
+    r"""Reads rules from a TOML file.
 
     ::
 
@@ -87,17 +87,17 @@ def read_rules(path: str | Path) -> Rules:
         ignore_b = ["step"]
 
         [[rule]]
-        a = 'layers/(\d+)/vars/0'                # a regular expression for whole names of A
+        a = 'layers/(\d+)/vars/0'                # a regular expression that matches full names in A
         b = 'params/Dense_\1/kernel'             # the name in B
-        transpose = [1, 0]                       # A is B with its axes in this order (without it: by the values)
+        transpose = [1, 0]                       # A is B with its axes in this order; by default from the values
 
     Raises:
-      GradCombineError: for a file that does not hold such rules; it names the rule.
+      GradCombineError: for a file that does not contain such rules. The error names the rule.
     """
     file = require_file("a TOML file of rules", path)
     try:
         content = tomllib.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no TOML, or nested without an end
+    except (OSError, ValueError, RecursionError) as error:  # unreadable, not text, not TOML, or nested too deeply
         raise invalid(f"a TOML file of rules at {path}", str(error)) from None
     if set(content) - {"ignore_a", "ignore_b", "rule"} or not isinstance(content.get("rule", []), list):
         raise invalid("rules as ignore_a, ignore_b and [[rule]]", shown(content))
@@ -114,14 +114,14 @@ def _rule(content: Any, number: int) -> Rule:
                 return Rule(next(iter(_patterns([a]))), b, tuple(axes) if "transpose" in others else None)
         case _:
             pass
-    raise invalid(f"rule {number} with a, a name as b, and perhaps transpose, an order of axes", shown(content))
+    raise invalid(f"rule {number} with a, a name as b, and optionally transpose, an order of axes", shown(content))
 
 
 def _expanded(template: str, matched: re.Match[str]) -> str:
     try:
         return matched.expand(template)
     except (re.error, IndexError) as error:
-        raise invalid("a name with groups of its rule", f"{template!r}: {error}", matched[0]) from None
+        raise invalid("a name that uses only groups of its rule", f"{template!r}: {error}", matched[0]) from None
 
 
 def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
@@ -143,7 +143,7 @@ WRAPPERS = frozenset(
         *("batch", "stats", "running", "moving", "proj"),
     )
 )
-"""Words that do not tell one leaf from another."""
+"""Words that do not distinguish leaves."""
 
 SYNONYMS = {
     "w": "kernel",
@@ -164,14 +164,14 @@ SYNONYMS = {
 
 
 class Pair(NamedTuple):
-    """Two leaves that are the same one.
+    """Two corresponding leaves.
 
     Attributes:
       a, b: their names.
-      axes: the order of b's axes that gives a; None if they are in a's order.
+      axes: the order of b's axes that gives a; None if both have the same order.
       reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"gates"`` (`gradcombine.verify.diff.recurrent`),
         ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
-      flipped: the axes of b along which it is reversed.
+      flipped: the axes of b that are reversed.
     """
 
     a: str
@@ -182,7 +182,7 @@ class Pair(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """All pairs, and the leaves without a counterpart."""
+    """The pairs, and the leaves without a counterpart."""
 
     pairs: tuple[Pair, ...]
     only_a: tuple[str, ...]
@@ -199,20 +199,19 @@ def match(
 ) -> Matching:
     """Pairs the leaves of two dumps.
 
-    In this order, each for the leaves that are left: the rules; equal names; names that differ only in their
-    framework's conventions (`canonical`), if only one leaf of each dump has such a name; names without the words that
-    no name of the other dump has; shapes, transposed or not, that only one leaf of each dump has; values, the closest
-    first. Whether two leaves are transposed is decided by
-    their values. A leaf that cannot be read is matched by rule or by name only.
+    Leaves are matched, in this order, by rules; by equal names; by names that differ only in the frameworks'
+    conventions (`canonical`), if unique in both dumps; by names without words that occur only in one dump; by shapes,
+    transposed or not, that are unique in both dumps; by values, closest first. Values decide whether two leaves are
+    transposed. Unreadable leaves are matched only by rule or name.
 
     Args:
       a, b: the dumps.
-      rules: which leaf is which, as far as it is known.
+      rules: known correspondences by name.
       reading: called with the name of each leaf before its values are read.
-      known: pairs that need not be found.
+      known: pairs that are known already.
 
     Raises:
-      GradCombineError: for a rule that names a leaf that is not there, or of another shape.
+      GradCombineError: for a rule that names a missing leaf, or one of another shape.
     """
     pairs: list[Pair] = []
     rest_a, rest_b = dict(a), {name: entry for name, entry in b.items() if not rules.ignores(name)}
@@ -249,8 +248,8 @@ def match(
     by(lambda dump, name: canonical(name), "similar name")
     # PyTorch calls the scale of a normalization its weight.
     by(lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)), "similar name")
-    of_both = _of_both(rest_a, rest_b)
-    by(lambda dump, name: of_both(name), "similar name")
+    common_words = _common_words(rest_a, rest_b)
+    by(lambda dump, name: common_words(name), "similar name")
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading)):
@@ -261,25 +260,25 @@ def match(
 
 
 def canonical(name: str) -> tuple[str, ...]:
-    """The words of a name that tell its leaf from others.
+    """The words of a name that distinguish its leaf.
 
-    Names are split at separators, at changes of case and between letters and digits; `WRAPPERS` are dropped, `SYNONYMS`
-    unified.
+    Names are split at separators, at changes of case, and between letters and digits; `WRAPPERS` are dropped and
+    `SYNONYMS` unified.
 
     >>> canonical("params/Dense_0/kernel") == canonical("model.layers.dense.0.weight")
     True
     """
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
     words: list[str] = re.findall(r"[a-z]+|\d+", spaced.lower())
-    while words and words[-1] in ("value", "values"):  # elsewhere it is the value of an attention
+    while words and words[-1] in ("value", "values"):  # elsewhere it is the value projection of an attention
         words.pop()
     return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
 
 
-def _of_both(a: Dump, b: Dump) -> Callable[[str], Hashable]:
-    """`canonical` without the words that no name of the other dump has, as the name of a model around its layers.
+def _common_words(a: Dump, b: Dump) -> Callable[[str], Hashable]:
+    """A key function: `canonical` without words that occur only in one dump, such as a prefix with the model's name.
 
-    A name that has nothing left but numbers stays as it is.
+    A name with no common words but numbers is its own key.
     """
     words = [{word for name in dump for word in canonical(name)} for dump in (a, b)]
     common = {word for word in words[0] & words[1] if not word.isdecimal()}
@@ -292,12 +291,12 @@ def _of_both(a: Dump, b: Dump) -> Callable[[str], Hashable]:
 
 
 def words_of(pair: Pair) -> set[str]:
-    """The last words of both names."""
+    """The last word of each name."""
     return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)}
 
 
 def conventional(pair: Pair) -> bool:
-    """Whether the names say that the axes are in two orders: a ``weight`` of PyTorch, a ``kernel`` of flax or Keras."""
+    """Whether the names imply different orders of axes: a PyTorch ``weight`` and a flax or Keras ``kernel``."""
     return words_of(pair) == {"weight", "kernel"}
 
 
@@ -313,7 +312,7 @@ def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes |
 
 
 def _unique(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> Iterable[tuple[str, str]]:
-    """The pairs of leaves with the same key that no other leaf of either dump has."""
+    """Pairs of leaves with equal keys that are unique in both dumps."""
     counts = Counter(key(a, name) for name in a), Counter(key(b, name) for name in b)
     others = {key(b, name): name for name in b}
     return [

@@ -28,7 +28,7 @@ _OWN_DTYPES = {
     "float8_e5m2fnuz": ("uint8", ml_dtypes.float8_e5m2fnuz),
     "float8_e8m0fnu": ("uint8", ml_dtypes.float8_e8m0fnu),
 }
-"""The dtypes that NumPy lacks: the integers that a tensor's bits pass through, and the dtype of ml_dtypes."""
+"""Dtypes that NumPy lacks: the integer dtype to view a tensor's bits as, and the ml_dtypes dtype."""
 
 _NUMPY_DTYPES = frozenset(
     (
@@ -38,73 +38,71 @@ _NUMPY_DTYPES = frozenset(
 )
 
 _MOST_REPEATED = 1 << 16
-"""A tensor may be a view that repeats its storage; one that claims more often takes for ever to read."""
+"""Limit of elements per byte of storage. A tensor may be a view that repeats its storage so often that reading it takes
+forever."""
 
 _MOST_LEVELS = 100
 _MOST_OBJECTS = 1 << 20
-"""Dicts, lists and leaves in a file: references to shared lists can stand for more than can be counted."""
+"""Limit of dicts, lists and leaves in a file: references to shared lists can multiply exponentially."""
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file is a ZIP archive, as torch.save writes them since PyTorch 1.6."""
+    """Whether a file is a ZIP archive, the format of torch.save since PyTorch 1.6."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """The tensors and numbers of a file of torch.save, by their keys: ``model/layers.0.weight``.
+    """The tensors and numbers of a torch.save file by their keys, such as ``model/layers.0.weight``.
 
-    The file is opened with PyTorch's weights-only loading alone, which builds tensors, numbers, text, lists and dicts
-    and calls nothing else that a pickle names. Tensors stay in the file until they are asked for, unless it is of
-    PyTorch before 1.6. None is nothing, as an empty list is; what else holds no numbers is an entry that is unread.
-
-    Args:
-      path: of the file.
+    The file is opened only with PyTorch's weights-only loading, which builds tensors, numbers, text, lists and dicts,
+    and calls nothing else that a pickle names. Tensors are read on demand, unless the file was written before PyTorch
+    1.6. None and empty lists are skipped; other values without numbers become unread entries.
 
     Raises:
-      GradCombineError: for a pickle that names any other class or function, an archive of TorchScript, the tar files of
-        PyTorch before 0.2, and a tree that contains itself.
+      GradCombineError: for a pickle that names any other class or function, a TorchScript archive, a tar file from
+        before PyTorch 0.2, and a tree that contains itself.
       ModuleNotFoundError: without torch.
-      Exception: of many classes, for damage.
+      Exception: of various types, for a damaged file.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what is deprecated in the file, and refused below
+        with warnings.catch_warnings(action="ignore"):  # about deprecated contents
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive(path))
     except Exception as error:
-        raise _refused(path, error) from None
+        raise _load_error(path, error) from None
     leaves = list(_leaves(content, (), itertools.count()))
-    times = Counter("/".join(map(str, keys)) for keys, _ in leaves)
+    counts = Counter("/".join(map(str, keys)) for keys, _ in leaves)
     entries: dict[str, Entry] = {}
     for keys, leaf in leaves:
         name = "/".join(map(str, keys))
-        # As in the paths of errors, where a key that holds a slash, or 1 and "1", would be taken for one another.
-        name = name if times[name] == 1 else "".join(f"[{key!r}]" for key in keys)
+        # A key that contains a slash, or 1 and "1", may make the name ambiguous: quoted as in the paths of errors.
+        name = name if counts[name] == 1 else "".join(f"[{key!r}]" for key in keys)
         entries[name] = _entry(name, leaf)
     return entries
 
 
-def _refused(path: Path, error: Exception) -> GradCombineError:
-    """The error of weights-only loading, without its advice to load the file by other means."""
+def _load_error(path: Path, error: Exception) -> GradCombineError:
+    """Translates an error of weights-only loading, and drops its advice to load the file unsafely."""
     text = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))
-    expected = f"{path.name} to be a whole file of torch.save"
-    only = f"{path.name} to hold tensors, numbers, text, lists and dicts alone (torch.save(model.state_dict(), path))"
+    allowed = f"{path.name} to contain only tensors, numbers, text, lists and dicts"
+    allowed += " (torch.save(model.state_dict(), path))"
     if (named := re.search(r"GLOBAL (\S+)", text)) is not None:
-        return invalid(only, f"a pickle that names {named[1]}, which is not called")
+        return invalid(allowed, f"a pickle that names {named[1]}, which is not called")
     if "TorchScript" in text:
-        return invalid(only, "an archive of TorchScript, which is a program")
+        return invalid(allowed, "a TorchScript archive, which is a program")
     if "legacy .tar" in text:
-        return invalid(only, "a tar file of PyTorch before 0.2, which is not unpacked")
+        return invalid(allowed, "a tar file of PyTorch before 0.2, which is not unpacked")
     if "Weights only load failed" in text or isinstance(error, KeyError):
-        return invalid(only, "another pickle, or none at all")
+        return invalid(allowed, "a different pickle, or no pickle")
     first = next(iter(text.splitlines()), "").partition(". ")[0]
-    return invalid(expected, f"{type(error).__name__}: {first}")
+    return invalid(f"{path.name} to be a complete torch.save file", f"{type(error).__name__}: {first}")
 
 
 def _leaves(node: Any, keys: tuple[Any, ...], seen: Iterator[int]) -> Iterator[tuple[Any, Any]]:
     if len(keys) > _MOST_LEVELS or next(seen) > _MOST_OBJECTS:
-        expected = f"{_MOST_LEVELS} levels of dicts and lists at most, and {_MOST_OBJECTS} of them"
+        expected = f"at most {_MOST_LEVELS} levels of dicts and lists, and {_MOST_OBJECTS} of them"
         raise invalid(expected, "more (a tree that contains itself?)", "/".join(map(str, keys[:3])))
     if isinstance(node, dict):
         below = node.items()
@@ -135,14 +133,14 @@ def _entry(name: str, leaf: Any) -> Entry:
 
 
 def converted(value: Tree) -> Tree:
-    """The tree with NumPy arrays in place of the tensors of PyTorch; as it is where no program has imported torch.
+    """Replaces the PyTorch tensors in a tree by NumPy arrays. Returns the tree itself if torch is not imported.
 
     Args:
-      value: dicts, lists and tuples of tensors, among any other leaves. Gradients need not be detached.
+      value: dicts, lists and tuples of tensors and other leaves. Gradients need not be detached.
 
     Raises:
-      GradCombineError: for a tensor that is not dense, quantized, sharded over processes, or of a dtype without a name
-        in NumPy and ml_dtypes.
+      GradCombineError: for a tensor that is not dense, quantized, sharded over processes, or of a dtype that NumPy and
+        ml_dtypes lack.
     """
     torch = sys.modules.get("torch")
     tensor = getattr(torch, "Tensor", None)
@@ -153,7 +151,7 @@ def _converted(node: Any, path: str, tensor: type, level: int) -> Any:
     if isinstance(node, tensor):
         if reason := _unreadable(node):
             raise invalid("a dense tensor of numbers", reason, path)
-        # A parameter and its .grad are overwritten in the next step.
+        # A copy, since the next step overwrites a parameter and its .grad.
         return _array(node).copy()
     if level == _MOST_LEVELS:
         return node
@@ -167,16 +165,16 @@ def _converted(node: Any, path: str, tensor: type, level: int) -> Any:
 
 
 def _unreadable(tensor: Any) -> str:
-    """Why a tensor is no array of numbers; empty for one that is."""
+    """Why a tensor cannot be read as an array of numbers; empty if it can."""
     dtype = _name(tensor)
     if tensor.is_quantized:
-        return f"a quantized tensor, {dtype} (its dequantize() holds numbers)"
+        return f"a quantized tensor, {dtype} (pass its dequantize())"
     if str(tensor.layout) != "torch.strided" or tensor.is_nested:
-        return f"a tensor of layout {tensor.layout} (its to_dense() is strided)"
+        return f"a tensor of layout {tensor.layout} (pass its to_dense())"
     if tensor.is_meta:
         return "a meta tensor, which holds no numbers"
     if hasattr(tensor, "full_tensor"):
-        return "a DTensor, a part of a tensor (its full_tensor() is whole)"
+        return "a DTensor, one shard of a tensor (pass its full_tensor())"
     return "" if dtype in _NUMPY_DTYPES or dtype in _OWN_DTYPES else f"elements of dtype {dtype}"
 
 
@@ -190,7 +188,7 @@ def _dtype(tensor: Any) -> np.dtype:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    """A readable tensor's elements, in its own memory where that is dense and on the host."""
+    """A readable tensor as an array, which shares its memory if it is contiguous and on the host."""
     dense, dtype = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous(), _dtype(tensor)
     if (bits := _OWN_DTYPES.get(_name(tensor))) is not None:
         dense = dense.view(getattr(sys.modules["torch"], bits[0]))

@@ -1,16 +1,17 @@
-"""Gates of recurrent cells: one framework stacks them in a matrix, another has a kernel for each; and in what order.
+"""Gates of recurrent cells, which frameworks stack in one matrix or store as one kernel per gate, in various orders.
 
 =========================  ==========================================  ==============  ============================
 framework                  kernels                                     order of gates  biases
 =========================  ==========================================  ==============  ============================
 PyTorch                    ``weight_ih``, ``weight_hh`` (gates h, in)  i f g o, r z n  ``bias_ih`` and ``bias_hh``
-equinox                    the same                                    i f g o, r z n  one; ``bias_n`` of GRU
-flax                       ``ii/kernel`` ... ``ho/kernel`` (in, h)     by name         one a gate; of GRU's n two
-flax.nnx, stacked          ``dense_i``, ``dense_h`` (in, gates h)      i f g o, r z n  one; of GRU's n that of input
+equinox                    the same                                    i f g o, r z n  one; GRU also ``bias_n``
+flax                       ``ii/kernel`` ... ``ho/kernel`` (in, h)     by name         one per gate; two for GRU's n
+flax.nnx, stacked          ``dense_i``, ``dense_h`` (in, gates h)      i f g o, r z n  one; for GRU's n the input's
 Keras                      ``kernel``, ``recurrent_kernel``            i f c o, z r h  one; two rows (GRU, reset_after)
 =========================  ==========================================  ==============  ============================
 
-Where one side has two biases and the other one, the one is their sum in value; and each of the two has its gradient.
+Where one side has two biases and the other has one, the values of the two add up to the value of the one, but each of
+the two has the gradient of the one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gradcombine.verify.diff.mapping import Pair, canonical
 from gradcombine.verify.diff.similarity import closest
 
 _GATES = {1: ("",), 3: ("r", "z", "n"), 4: ("i", "f", "g", "o")}
-"""Of a plain cell, of GRU and of LSTM, as PyTorch stacks them."""
+"""The gates of a plain cell, GRU and LSTM, in PyTorch's order."""
 
 _KERAS_GRU = ("z", "r", "n")
 
@@ -40,7 +41,7 @@ _OF_KERAS_FILES = re.compile(r"(.*cell/)vars/([012])")
 
 _BRACKETS = re.compile(r"/?\['?(.*?)'?\]")
 
-_TELLING_NOTHING = frozenset(
+_INDISTINCT = frozenset(
     (
         *("lstm", "gru", "rnn", "cell", "lstmcell", "grucell", "simplecell", "rnncell", "optimized", "simple", "l"),
         *("forward", "backward", "reverse", "bidirectional", "layer", "sequential", "functional", "operations"),
@@ -50,20 +51,20 @@ _STAGES = frozenset(("gradient", "gradients", "grad", "grads", "combined", "upda
 
 
 def says_gradients(name: str) -> bool:
-    """Whether a name says that there are gradients, not values: ``gradients/lstm.bias_ih_l0``, ``torch_grads.pt``."""
+    """Whether a name indicates gradients rather than values: ``gradients/lstm.bias_ih_l0``, ``torch_grads.pt``."""
     return not _STAGES.isdisjoint(re.findall(r"[a-z]+", name.lower()))
 
 
 class Cell(NamedTuple):
-    """A recurrent cell, taken apart.
+    """A recurrent cell, split into gates.
 
     Attributes:
-      name: the part of the names that its leaves have in common.
-      form: how its framework lays it out.
+      name: the common part of its leaves' names.
+      form: the layout, by framework.
       leaves: the names of its leaves in the dump.
-      kernels: each gate's, by ``"i"`` (of the input) or ``"h"`` (of the state), and the gate.
-      biases: each gate's, by ``"i"``, ``"h"``, or ``"b"`` for the one that stands for both.
-      out_first: whether the kernels' first axis is that of the gates.
+      kernels: the kernels, by ``"i"`` (for the input) or ``"h"`` (for the state) and the gate.
+      biases: the biases, by ``"i"``, ``"h"`` or ``"b"`` (one for both) and the gate.
+      out_first: whether the output is the first axis of the kernels.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Cell(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of gates, the lengths of the input and of the state."""
+        """The number of gates, and the sizes of input and state."""
         of_input = next(leaf.shape for (part, _), leaf in self.kernels.items() if part == "i")
         return len(self.kernels) // 2, *(of_input[::-1] if self.out_first else of_input)
 
@@ -83,28 +84,33 @@ class Cell(NamedTuple):
 def gates(
     a: Dump, b: Dump, fixed: Callable[[str], bool], gradients: bool | None
 ) -> tuple[Dump, Dump, tuple[Pair, ...]]:
-    """Both dumps with the cells that they lay out differently taken apart, and which gate is which.
+    """Splits the cells that two dumps lay out differently into gates. Also returns the pairs of gates.
 
-    Cells of one shape are paired by the words of their names and their direction; where these tell nothing, by their
-    numbers; where the words differ, by their values. A gate is always paired with the gate of its own name. A leaf that
-    is ``fixed`` stays; ``gradients`` is None to tell by the names, and by two biases that differ, what the dumps hold.
+    Cells of the same shape are paired by the words of their names and their direction; if these do not distinguish
+    them, by the numbers in their names; if the words differ, by values. Gates are always paired by name.
+
+    Args:
+      a, b: the dumps.
+      fixed: whether a leaf must not be changed.
+      gradients: whether the dumps contain gradients; None to decide by names and by biases that differ.
     """
     parts: tuple[dict[str, Entry], dict[str, Entry]] = {}, {}
-    taken: tuple[set[str], set[str]] = set(), set()
+    replaced: tuple[set[str], set[str]] = set(), set()
     pairs: list[Pair] = []
     for x, y, reason in _paired(list(_cells(a, fixed)), list(_cells(b, fixed))):
         if x.form == y.form:
             continue
         for side, cell in enumerate((x, y)):
-            taken[side].update(cell.leaves)
-        for left, right, axes in _atoms(x, y, gradients):
+            replaced[side].update(cell.leaves)
+        for left, right, axes in _gate_pairs(x, y, gradients):
             for side, leaf in enumerate((left, right)):
                 if leaf is not None:
                     parts[side][leaf.name] = leaf
             if left is not None and right is not None:
                 pairs.append(Pair(left.name, right.name, axes, reason))
     left, right = (
-        {name: leaf for name, leaf in dump.items() if name not in taken[i]} | parts[i] for i, dump in enumerate((a, b))
+        {name: leaf for name, leaf in dump.items() if name not in replaced[i]} | parts[i]
+        for i, dump in enumerate((a, b))
     )
     return left, right, tuple(pairs)
 
@@ -116,14 +122,14 @@ def _cells(dump: Dump, fixed: Callable[[str], bool]) -> Iterator[Cell]:
             if not leaf.unread and not fixed(name):
                 groups[form, cell][role] = leaf
     for (form, name), leaves in groups.items():
-        made = _split_cell(name, leaves) if form == "flax" else _stacked_cell(form, name, leaves)
-        if made is not None:
-            yield made
+        cell = _split_cell(name, leaves) if form == "flax" else _stacked_cell(form, name, leaves)
+        if cell is not None:
+            yield cell
 
 
 def _roles(name: str) -> Iterator[tuple[str, str, str]]:
-    """The forms in which a leaf may belong to a cell: the form, the cell's name, and what the leaf is of it."""
-    name = _BRACKETS.sub(r"/\1", name)  # of keys that hold slashes, such as the paths of Keras' variables
+    """The possible roles of a leaf in a cell: the cell's form and name, and the role."""
+    name = _BRACKETS.sub(r"/\1", name)  # keys that contain slashes, such as the paths of Keras' variables
     if (m := _OF_TORCH.fullmatch(name)) is not None:
         role = {"weight_ih": "i", "weight_hh": "h", "bias_ih": "bias i", "bias_hh": "bias h"}.get(m[2], m[2])
         yield "torch", m[1] + m[3], role
@@ -137,23 +143,23 @@ def _roles(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _split_cell(name: str, leaves: dict[str, Entry]) -> Cell | None:
-    found = {tuple(role.split(" ")): leaf for role, leaf in leaves.items()}
-    for kind in _GATES.values():
-        kernels = {(part, gate): found.get(("kernel", part, gate)) for part, gate in product("ih", kind)}
-        known = {key: leaf for key, leaf in kernels.items() if leaf is not None and len(leaf.shape) == 2}
-        if len(known) < len(kernels):
+    roles = {tuple(role.split(" ")): leaf for role, leaf in leaves.items()}
+    for order in _GATES.values():
+        expected = {(part, gate): roles.get(("kernel", part, gate)) for part, gate in product("ih", order)}
+        kernels = {key: leaf for key, leaf in expected.items() if leaf is not None and len(leaf.shape) == 2}
+        if len(kernels) < len(expected):
             continue
-        hidden = known["h", kind[0]].shape[0]
-        biases = {(_role(part, gate), gate): leaf for (what, part, gate), leaf in found.items() if what == "bias"}
-        fits = all(leaf.shape[1] == hidden for leaf in known.values())
-        if fits and all(leaf.shape == (hidden,) and gate in kind for (_, gate), leaf in biases.items()):
-            names = frozenset(leaf.name for leaf in (*known.values(), *biases.values()))
-            return Cell(name, "flax", names, known, biases, False)
+        hidden = kernels["h", order[0]].shape[0]
+        biases = {(_role(part, gate), gate): leaf for (kind, part, gate), leaf in roles.items() if kind == "bias"}
+        fits = all(leaf.shape[1] == hidden for leaf in kernels.values())
+        if fits and all(leaf.shape == (hidden,) and gate in order for (_, gate), leaf in biases.items()):
+            names = frozenset(leaf.name for leaf in (*kernels.values(), *biases.values()))
+            return Cell(name, "flax", names, kernels, biases, False)
     return None
 
 
 def _role(part: str, gate: str) -> str:
-    """The role of a bias where there is one for both parts; GRU's n has two, which are not added."""
+    """The role of a bias in a cell with one bias per gate. GRU's n keeps two, which are not added."""
     return part if gate == "n" else "b"
 
 
@@ -199,7 +205,7 @@ def _blocks(
     prefix: str = "",
     row: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> Iterator[Entry]:
-    """The gates that a leaf stacks along an axis."""
+    """The gates that are stacked in a leaf along an axis."""
     shape = tuple(n // len(order) if i == axis else n for i, n in enumerate(leaf.shape))
     for number, gate in enumerate(order):
 
@@ -210,7 +216,7 @@ def _blocks(
         yield from_array(name, shape[1:] if prefix else shape, leaf.dtype, load)
 
 
-# Which cell is which.
+# Pairing of cells.
 
 
 def _paired(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell, str]]:
@@ -219,23 +225,23 @@ def _paired(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell, s
         if len(rest[0]) == len(rest[1]) == 1:
             yield rest[0][0], rest[1][0], "gates"
             continue
-        for key in (_way, _words):
-            times = [Counter(map(key, cells)) for cells in rest]
-            told = [[cell for cell in cells if times[0][key(cell)] == times[1][key(cell)]] for cells in rest]
-            for one in dict.fromkeys(map(key, told[0])):
-                same = [[cell for cell in cells if key(cell) == one] for cells in told]
+        for key in (_words_and_direction, _words):
+            counts = [Counter(map(key, cells)) for cells in rest]
+            matched = [[cell for cell in cells if counts[0][key(cell)] == counts[1][key(cell)]] for cells in rest]
+            for value in dict.fromkeys(map(key, matched[0])):
+                same = [[cell for cell in cells if key(cell) == value] for cells in matched]
                 yield from ((x, y, "gates") for x, y in zip(*same, strict=True))
-            rest = [[cell for cell in rest[i] if cell not in told[i]] for i in (0, 1)]
+            rest = [[cell for cell in rest[i] if cell not in matched[i]] for i in (0, 1)]
         yield from _by_values(*rest)
 
 
-def _way(cell: Cell) -> tuple[Hashable, ...]:
+def _words_and_direction(cell: Cell) -> tuple[Hashable, ...]:
     return _words(cell), _is_reverse(cell)
 
 
 def _words(cell: Cell) -> tuple[str, ...]:
     words = canonical(cell.name)
-    return tuple(word for word in words if not word.isdigit() and word not in _TELLING_NOTHING)
+    return tuple(word for word in words if not word.isdigit() and word not in _INDISTINCT)
 
 
 def _is_reverse(cell: Cell) -> bool:
@@ -247,7 +253,7 @@ def _number(cell: Cell) -> tuple[tuple[int, ...], bool]:
 
 
 def _by_values(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell, str]]:
-    """Pairs of cells with the most kernels alike, whichever gates they are of; then by their order."""
+    """Pairs the cells with the most kernels alike, regardless of their gates; the rest by order."""
     dumps = [
         {f"{i} {part}{gate}": leaf for i, cell in enumerate(cells) for (part, gate), leaf in cell.kernels.items()}
         for cells in (left, right)
@@ -261,13 +267,13 @@ def _by_values(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell
         yield from ((x, y, "gates, by order") for x, y in zip(*(side.values() for side in free), strict=True))
 
 
-# Which gate is which.
+# Pairing of gates.
 
 
-def _atoms(
+def _gate_pairs(
     x: Cell, y: Cell, gradients: bool | None
 ) -> Iterator[tuple[Entry | None, Entry | None, tuple[int, ...] | None]]:
-    """Pairs of leaves to compare: kernels with their axes, and biases; None for a leaf without a counterpart."""
+    """Pairs of kernels with their order of axes, and pairs of biases; None for a leaf without a counterpart."""
     axes = None if x.out_first == y.out_first else (1, 0)
     yield from ((leaf, y.kernels[key], axes) for key, leaf in x.kernels.items())
     if gradients is None:
@@ -275,21 +281,21 @@ def _atoms(
     for gate in dict.fromkeys(gate for _, gate in x.kernels):
         left, right = ({part: leaf for (part, of), leaf in cell.biases.items() if of == gate} for cell in (x, y))
         if left.keys() == {"i", "h"} and right.keys() == {"b"}:
-            yield from ((two, one, None) for two, one in _two_and_one(x, left, right["b"], gradients))
+            yield from ((two, one, None) for two, one in _two_against_one(x, left, right["b"], gradients))
         elif right.keys() == {"i", "h"} and left.keys() == {"b"}:
-            yield from ((one, two, None) for two, one in _two_and_one(y, right, left["b"], gradients))
+            yield from ((one, two, None) for two, one in _two_against_one(y, right, left["b"], gradients))
         else:
             yield from ((left.get(part), right.get(part), None) for part in dict.fromkeys((*left, *right)))
 
 
-def _two_and_one(
+def _two_against_one(
     cell: Cell, two: dict[str, Entry], one: Entry, gradients: bool | None
 ) -> Iterator[tuple[Entry, Entry]]:
-    """The sum of a gate's two biases against the one that stands for both; each of them, if they are gradients."""
+    """Pairs a gate's two biases with a single one: their sum if they are values, each of them if they are gradients."""
     first, second = two["i"], two["h"]
     name = f"{first.name} + {second.name}"
     if gradients is None and _are_equal(cell):
-        reason = "equal biases: their sum is meant if these are values, each of them if they are gradients"
+        reason = "equal biases: values are compared by their sum, gradients one by one"
         yield unread(name, f"{reason} (--values, --gradients)", first.shape), one
     elif gradients:
         yield first, one
@@ -304,7 +310,7 @@ def _two_and_one(
 
 
 def _are_equal(cell: Cell) -> bool:
-    """Whether the two biases of each gate have the same bits, as their gradients have, and are not all 0."""
+    """Whether the two biases of each gate have equal bits, as their gradients do, and are not all 0."""
     added = [gate for part, gate in cell.biases if part == "i" and _role(part, gate) == "b"]
     sides = [np.concatenate([cell.biases[part, gate].whole() for gate in added]) for part in "ih"]
     return sides[0].tobytes() == sides[1].tobytes() and bool(np.any(sides[0] != 0))

@@ -1,4 +1,4 @@
-"""How alike two leaves are in value, and in which order of axes; and pairs of leaves by their values alone."""
+"""Similarity of leaves by value, over all orders of their axes, and matching of leaves by values alone."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gradcombine.verify.diff.dumps import Dump, Entry
 Axes: TypeAlias = tuple[int, ...]
 
 MAX_SIZE = 1 << 26
-"""Larger leaves are not loaded to find out whether they are transposed: they are taken as they are."""
+"""Leaves with more elements are not loaded to find out whether they are transposed."""
 
 MAX_AXES = 5
-"""Leaves of more axes have too many orders: they are taken as they are, too."""
+"""Leaves with more axes have too many orders, and are not tried transposed."""
 
 CERTAIN = 0.999
-"""At this cosine the axes are taken as they are, and no other order is tried."""
+"""If the unchanged order of axes reaches this cosine, no other order is tried."""
 
 ALIKE = 0.9
-"""The least cosine at which two leaves are taken for the same one by their values alone, or for transposed."""
+"""The minimum cosine at which two leaves are considered the same by values alone, or transposed."""
 
 
 class Alignment(NamedTuple):
-    """An order of the second leaf's axes, None as they are; and the cosine of the angle in that order."""
+    """An order of the second leaf's axes, None if unchanged, and the cosine of the leaves in that order."""
 
     axes: Axes | None
     cosine: float
@@ -38,7 +38,7 @@ class Alignment(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def orders(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Axes | None, ...]:
-    """The orders of b's axes that give a's shape: as they are (None) first, then reversed, then the others."""
+    """The orders of b's axes that give a's shape: unchanged (None) first, then reversed, then the others."""
     identity = tuple(range(len(b)))
     if sorted(a) != sorted(b) or len(a) > MAX_AXES:
         return (None,) if a == b else ()
@@ -48,9 +48,9 @@ def orders(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Axes | None, ...]:
 
 
 def axes(a: Entry, b: Entry) -> Axes | None:
-    """The order of b's axes, of those with a's shape, that is most like a; the first of `orders` if none is like it.
+    """The order of b's axes in which it is most similar to a, or the first of `orders` if it is not `ALIKE` in any.
 
-    Nothing is read if there is only one order, or the leaf is huge.
+    Nothing is read if only one order is possible, or if the leaf is huge.
     """
     possible = orders(a.shape, b.shape)
     if len(possible) == 1 or a.size > MAX_SIZE:
@@ -60,23 +60,23 @@ def axes(a: Entry, b: Entry) -> Axes | None:
 
 
 def align(a: Entry, b: Entry) -> Alignment:
-    """The order of b's axes, of those with a's shape, that is most like a."""
+    """The order of b's axes, among those that give a's shape, in which it is most similar to a."""
     left, right = a.whole(), b.whole()
     options: list[Alignment] = []
     for order in orders(a.shape, b.shape):
         options.append(Alignment(order, cosine(left, right if order is None else right.transpose(order))))
         if order is None and options[0].cosine >= CERTAIN:
             break
-    # The first of equals.
+    # The first of several best ones.
     return max(options, key=lambda option: option.cosine)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of the angle between two arrays, where both are finite; 1 if both are 0, and 0 if one is."""
+    """The cosine of the angle between two arrays, where both are finite; 1 if both are 0, and 0 if one is."""
     x, y = (side.astype(np.float64 if side.dtype.kind != "c" else np.complex128).reshape(-1) for side in (a, b))
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
-    # Scaled first: the squares of float64 numbers may overflow.
+    # Scaled, since squares of float64 numbers may overflow.
     scales = [float(np.abs(side).max(initial=0)) for side in (x, y)]
     if not all(scales):
         return 1.0 if not any(scales) else 0.0
@@ -85,27 +85,27 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 Aligned: TypeAlias = tuple[str, str, Axes | None]
-"""Two leaves' names, and the order of the second one's axes."""
+"""The names of two leaves, and the order of the second one's axes."""
 
 WIDTH = 256
 """The length of a sketch."""
 
 _NEAREST = 8
-"""How many leaves are tried for each, and how often those are tried again whose nearest ones were taken."""
+"""Number of nearest leaves that are tried for each leaf, and of rounds for leaves whose nearest ones were taken."""
 
 _FAR = 0.5
-"""Sketches of unit vectors of cosine `ALIKE`, 0.2 apart when squared, are nearer than this."""
+"""Maximum squared distance between sketches. That of unit vectors with cosine `ALIKE` is about 0.2."""
 
 
 def closest(a: Dump, b: Dump, reading: Callable[[str], None] = lambda name: None) -> Iterator[Aligned]:
-    """Pairs the leaves of two dumps by value: equal ones in the order of the dumps, then the most alike first.
+    """Pairs the leaves of two dumps by value: equal leaves in the order of the dumps, then the most similar first.
 
     Equal leaves are found by a checksum that does not depend on the order of axes. The others are projected to `WIDTH`
-    numbers each (a count sketch), which keeps distances to about a tenth; pairs of near ones are then compared. So each
-    leaf is read a few times, however many others there are.
+    numbers each (a count sketch), which preserves distances to about a tenth, and only near pairs are compared. So each
+    leaf is read a few times, regardless of the number of leaves.
 
     Args:
-      a, b: dumps whose leaves have no counterpart yet.
+      a, b: dumps of unmatched leaves.
       reading: called with the name of each leaf before it is read.
 
     References: Charikar, Chen, Farach-Colton, `Finding frequent items in data streams
@@ -148,7 +148,7 @@ def _alike(a: Dump, b: Dump, left: list[str], right: list[str]) -> Iterator[Alig
         rows: list[np.ndarray] = []
         others: list[int] = []
         for j, name in enumerate(right):
-            for sketch in _turned_sketches(b[name], shape):
+            for sketch in _sketches(b[name], shape):
                 rows.append(sketch)
                 others.append(j)
         if rows:
@@ -157,15 +157,15 @@ def _alike(a: Dump, b: Dump, left: list[str], right: list[str]) -> Iterator[Alig
     free = np.ones(len(left), bool), np.ones(len(right), bool)
     for _ in range(_NEAREST):
         pairs = sorted({pair for group in candidates for pair in _near(*group, *free)})
-        progress = False
+        found = False
         for _, _, i, j in pairs:
             if free[0][i] and free[1][j]:
                 best = _aligned(a[left[i]], b[right[j]])
                 if best is not None and best.cosine >= ALIKE:
                     free[0][i] = free[1][j] = False
-                    progress = True
+                    found = True
                     yield left[i], right[j], best.axes
-        if not progress:
+        if not found:
             return
 
 
@@ -177,7 +177,7 @@ def _near(
     free_left: np.ndarray,
     free_right: np.ndarray,
 ) -> Iterator[tuple[float, int, int, int]]:
-    """The nearest pairs of free leaves: squared distance, difference of positions, and both positions."""
+    """The nearest pairs of unmatched leaves: squared distance, difference of positions, and both positions."""
     rows, columns = np.array(positions), np.array(others)
     kept = np.flatnonzero(free_right[columns])
     lengths = np.square(right[kept]).sum(axis=1)
@@ -197,33 +197,33 @@ def _near(
 
 
 def _aligned(a: Entry, b: Entry) -> Alignment | None:
-    """How two leaves are most alike; None for huge ones of different shapes."""
+    """The best alignment of two leaves; None for huge leaves of different shapes."""
     if a.size <= MAX_SIZE:
         return align(a, b)
     return Alignment(None, 1.0) if a.shape == b.shape else None
 
 
-def _turned_sketches(leaf: Entry, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """The leaf's sketch in each order of its axes that has this shape."""
+def _sketches(leaf: Entry, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """A sketch of the leaf for each order of its axes that gives this shape."""
     possible = orders(shape, leaf.shape)
     if possible == (None,) or leaf.size > MAX_SIZE:
         if None in possible:
             yield _sketch(leaf.pieces())
         return
-    whole = leaf.whole()
+    array = leaf.whole()
     for order in possible:
-        yield _sketch([whole.reshape(-1) if order is None else whole.transpose(order).reshape(-1)])
+        yield _sketch([array.reshape(-1) if order is None else array.transpose(order).reshape(-1)])
 
 
 def _sketch(pieces: Iterable[np.ndarray]) -> np.ndarray:
-    """The direction of a vector in `WIDTH` numbers: each element is added to one of them, or subtracted."""
+    """The direction of a vector in `WIDTH` numbers: each element is added to, or subtracted from, one of them."""
     out, square, start = np.zeros(WIDTH), 0.0, 0
     for piece in pieces:
         for begin in range(0, piece.size, entry.PIECE):
             x = _numbers(piece[begin : begin + entry.PIECE])
-            place = np.arange(start, start + x.size, dtype=np.uint64)
-            # Each of the first elements has a number to itself, so small leaves are not projected.
-            mixed = np.where(place < WIDTH, place, _mixed(place))
+            position = np.arange(start, start + x.size, dtype=np.uint64)
+            # The first `WIDTH` elements get one number each, so small leaves are not projected.
+            mixed = np.where(position < WIDTH, position, _mixed(position))
             signs = 1.0 - 2.0 * ((mixed >> np.uint64(8)) & np.uint64(1)).astype(np.float64)
             out += np.bincount((mixed & np.uint64(WIDTH - 1)).astype(np.int64), x * signs, WIDTH)
             square += float(x @ x)
@@ -232,7 +232,7 @@ def _sketch(pieces: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _checksum(leaf: Entry) -> int:
-    """A number that does not depend on the order of the elements."""
+    """A checksum that does not depend on the order of the elements."""
     total = 0
     for piece in leaf.pieces():
         total += int(_mixed((_numbers(piece) + 0.0).view(np.uint64)).sum(dtype=np.uint64))
@@ -240,7 +240,7 @@ def _checksum(leaf: Entry) -> int:
 
 
 def _numbers(piece: np.ndarray) -> npt.NDArray[np.float64]:
-    """Elements as float64, 0 for NaN and infinities; of complex ones a mixture of both parts."""
+    """Elements as float64, with 0 for NaN and infinities; complex ones as a combination of both parts."""
     if piece.dtype.kind == "c":
         piece = np.real(piece) + 0.75 * np.imag(piece)
     numbers = piece.astype(np.float64)
@@ -248,7 +248,7 @@ def _numbers(piece: np.ndarray) -> npt.NDArray[np.float64]:
 
 
 def _mixed(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64: every bit of the result depends on every bit."""
+    """The finalizer of SplitMix64: every bit of the result depends on every bit of the input."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

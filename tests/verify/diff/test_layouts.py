@@ -171,7 +171,7 @@ def test_swapped_names_are_said(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", q=b.T, k=a * 1.001, other=c, gain=2.0)
     code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
     assert code == 1
-    assert "Leaves that are like another one" in output
+    assert "Leaves that resemble another leaf" in output
     assert re.search(r"\bq +k\b", output) and re.search(r"\bk +q\b", output)
     assert not diff(dump({"q": a, "k": b}), dump({"q": a * 1.1, "k": c})).mixed_up
 
@@ -221,4 +221,4 @@ def test_a_leaf_that_is_compared_in_another_shape_is_said(tmp_path: Path) -> Non
     np.savez(tmp_path / "a.npz", **{"q/kernel": x})
     np.savez(tmp_path / "b.npz", **{"q/kernel": x.reshape(4, 16)})
     code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
-    assert code == 0 and "Leaves of two shapes" in output and "4 x 2 x 8" in output and "4 x 16" in output
+    assert code == 0 and "Leaves with different shapes" in output and "4 x 2 x 8" in output and "4 x 16" in output

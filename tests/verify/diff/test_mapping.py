@@ -102,7 +102,7 @@ def test_a_square_kernel_that_is_turned_is_said(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", w=KERNELS[0].T, v=KERNELS[1][:, :3].T)
     code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
     assert code == 0
-    assert "alike only in another order of axes" in output and "w          1, 0" in output
+    assert "agree only with their axes in another order" in output and "w          1, 0" in output
     (tmp_path / "rules.toml").write_text("[[rule]]\na = 'w'\nb = 'w'\ntranspose = [1, 0]")
     assert "another order" not in run(*(tmp_path / f"{x}.npz" for x in "ab"), "--rules", tmp_path / "rules.toml")[1]
 
