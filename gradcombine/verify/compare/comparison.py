@@ -1,4 +1,4 @@
-"""How far apart two leaves, and two trees of any frameworks, are."""
+"""Comparison of two trees of any frameworks, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.pytorch import converted
 
 SHOWN = 8
-"""How many leaves a message names."""
+"""Number of leaves listed in a message."""
 
 
 class Comparison(NamedTuple):
-    """How far apart two trees are, leaf by leaf.
+    """The differences between two trees, leaf by leaf.
 
     Attributes:
-      leaves: every leaf that both have, the worst first: by distance in ulp, then by relative difference.
-      only_a, only_b: names of leaves that only one of them has.
+      leaves: the leaves of both trees, worst first: by distance in ulp, then by relative difference.
+      only_a, only_b: names of leaves that only one tree has.
       shapes: leaves whose shapes differ, as (name, shape of a, shape of b).
-      kinds: leaves whose dtypes cannot be measured against each other, such as a float and an integer, as (name, dtype
-        of a, dtype of b).
-      judgements: which side of each leaf is off, where there is a reference.
+      kinds: leaves whose dtypes cannot be compared, such as a float and an integer, as (name, dtype of a, dtype of b).
+      judgements: which side of each leaf is off, if there is a reference.
     """
 
     leaves: tuple[LeafDifference, ...]
@@ -42,7 +41,7 @@ class Comparison(NamedTuple):
 
     @property
     def matched(self) -> bool:
-        """Whether every leaf has a counterpart of the same shape and kind."""
+        """Whether every leaf has a counterpart of the same shape and a comparable dtype."""
         return not (self.only_a or self.only_b or self.shapes or self.kinds)
 
     @property
@@ -60,25 +59,25 @@ class Comparison(NamedTuple):
 
 @operation("compare")
 def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float | None = None) -> Comparison:
-    """Compares two trees leaf by leaf; their frameworks and their containers may differ.
+    """Compares two trees leaf by leaf. Their frameworks and container types may differ.
 
-    Leaves are matched by their paths. A leaf that is None (or float0) is "no gradient", and matches only another one.
+    Leaves are matched by path. A leaf that is None (or float0) means "no gradient", and matches only another such leaf.
 
     Args:
       a, b: trees of arrays, such as gradients, parameters or accumulator states. Of tf.distribute values and sharded
-        arrays, what this process holds.
-      reference: the same tree in float64, which says of each side of each leaf by how many times its own rounding
-        noise it is off (`gradcombine.verify.compare.reference`).
-      roundings: how many in a row the noise is that of; None to estimate.
+        arrays, the part on this process is compared.
+      reference: the same tree in float64, to measure the error of each side in units of its rounding noise
+        (`gradcombine.verify.compare.reference`).
+      roundings: the number of successive roundings in the noise; None to estimate it.
 
     Returns:
-      Whether they have ``equal_bits``, the largest distance ``max_ulp``, and ``leaves``: for each leaf that both have
-      its ``name``, ``max_ulp``, ``relative``, ``equal_bits`` and more, the worst first. Prints as a report of the
-      leaves that differ.
+      A `Comparison` with ``equal_bits``, the largest distance ``max_ulp``, and ``leaves``: for each leaf of both trees
+      its ``name``, ``max_ulp``, ``relative``, ``equal_bits`` and more, worst first. It prints as a report of the leaves
+      that differ.
 
     Raises:
-      GradCombineError: for a leaf that is not an array, or that the reference lacks, or has in another shape or in a
-        dtype that is not exact enough.
+      GradCombineError: for a leaf that is not an array, or whose reference is missing, has another shape, or is not
+        precise enough.
 
     >>> import numpy as np
     >>> from gradcombine.verify import compare
@@ -129,7 +128,7 @@ def _errors(name: str, left: np.ndarray, right: np.ndarray, exact: np.ndarray | 
 
 @operation("assert_equal_bits")
 def assert_equal_bits(a: Tree, b: Tree) -> None:
-    """Asserts that two trees have the same leaves, dtypes and bits; a failure names the worst leaves.
+    """Asserts that two trees have the same leaves, dtypes and bits. The error lists the worst leaves.
 
     Raises:
       AssertionError: with the report of `compare`.

@@ -1,4 +1,4 @@
-"""How far apart two arrays are, measured piece by piece."""
+"""Measurement of the differences between two arrays, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from gradcombine.verify.compare.ulp import (
 )
 
 EXACT_COUNTS = 1024
-"""Distances below this many ulp are counted exactly; larger ones by their bit length."""
+"""Distances below this many ulp are counted individually, larger ones by bit length."""
 
 
 class Element(NamedTuple):
-    """One element of both leaves: where it is, counted in C order, and both values."""
+    """One element of both leaves: its position in C order, and both values."""
 
     at: int
     a: complex
@@ -32,25 +32,26 @@ class Element(NamedTuple):
 
 
 class LeafDifference(NamedTuple):
-    """How far apart the two sides of one leaf are.
+    """The difference between the two sides of a leaf.
 
     Attributes:
-      name: the leaf's name in the first tree, and in the second one if it has another there.
-      shape: of both.
-      dtypes: of each side.
-      equal_bits: whether the two hold the same bits; the sign of a zero and a NaN's payload count.
-      max_ulp: the largest distance, in units in the last place of the narrower dtype; of integers, their difference.
-        `NAN_DISTANCE` where only one side is NaN.
-      median_ulp: the (lower) median distance; from 1024 on, the power of two at or below it.
-      ulp_counts: how many elements are 0, in [1, 2), [2, 4), [4, 8) ... ulp apart; the last count is of NaN pairs.
-      relative: the largest absolute difference, over the largest magnitude of the second leaf; finite pairs alone.
-        Exact for integers.
-      cosine: of the angle between the two as vectors; NaN where one is zero, 1 where both are.
-      nans, infs: how many elements are NaN, or infinite, on each side.
-      same_specials: whether NaN and infinities, which ``relative`` leaves out, are in the same places, and infinities
-        of the same sign.
-      first: the first element whose bits differ, None if none does.
-      worst: the first element at the largest distance, None if all bits are equal.
+      name: the leaf's name in the first tree, and in the second if it differs there.
+      shape: the common shape.
+      dtypes: the dtype of each side.
+      equal_bits: whether both sides have the same bits, including signs of zeros and NaN payloads.
+      max_ulp: the largest distance, in units in the last place of the narrower dtype; for integers, the difference.
+        `NAN_DISTANCE` if only one side is NaN.
+      median_ulp: the (lower) median distance; from 1024 on, rounded down to a power of two.
+      ulp_counts: the number of elements that are 0, in [1, 2), [2, 4), [4, 8) ... ulp apart; last, the number of
+        elements that are NaN on one side only.
+      relative: the largest absolute difference over finite elements, relative to the largest magnitude in the second
+        leaf. Exact for integers.
+      cosine: the cosine of the angle between the sides as vectors; NaN if only one is zero, 1 if both are.
+      nans, infs: the number of NaN and of infinite elements on each side.
+      same_specials: whether NaN and infinities, which ``relative`` ignores, are at the same positions, and infinities
+        have the same signs.
+      first: the first element whose bits differ, or None.
+      worst: the first element at the largest distance; None if all bits are equal.
     """
 
     name: str
@@ -79,7 +80,7 @@ class LeafDifference(NamedTuple):
 
     @property
     def badness(self) -> tuple[bool, int, float, str]:
-        """A sort key: leaves that differ come first, the largest distance before all."""
+        """A sort key: leaves that differ come first, in descending order of distance."""
         return self.equal_bits, -self.max_ulp, -self.relative, self.name
 
     @property
@@ -89,15 +90,15 @@ class LeafDifference(NamedTuple):
 
 
 class Meter:
-    """Measures a pair of leaves that arrives in pieces, in C order.
+    """Measures the difference between two leaves, passed in chunks in C order.
 
     Args:
-      name: of the leaf.
-      shape: of the whole leaf.
-      a, b: the dtypes of the two sides: floats, complex numbers, integers or booleans, of one kind.
+      name: the leaf's name.
+      shape: the shape of the full leaf.
+      a, b: the dtypes of the two sides, which must be of the same `Kind`.
 
     Raises:
-      GradCombineError: for dtypes of two kinds.
+      GradCombineError: for dtypes of different kinds.
 
     >>> import numpy as np
     >>> meter = Meter("w", (3,), np.dtype(np.float32), np.dtype(np.float32))
@@ -126,7 +127,7 @@ class Meter:
 
     @operation("compare")
     def add(self, a: npt.ArrayLike, b: npt.ArrayLike) -> None:
-        """The next elements of both sides, as many of one as of the other."""
+        """Adds the next elements of both sides, equally many of each."""
         left, right = (
             np.asarray(side).reshape(-1).astype(dtype, copy=False)
             for side, dtype in zip((a, b), self._dtypes, strict=True)
@@ -148,10 +149,10 @@ class Meter:
 
     @operation("compare")
     def result(self) -> LeafDifference:
-        """The measures of the whole leaf.
+        """The difference of the full leaf.
 
         Raises:
-          GradCombineError: for fewer elements than the shape holds.
+          GradCombineError: if elements are missing.
         """
         size = math.prod(self._shape)
         if self._seen != size:
@@ -197,7 +198,7 @@ class Meter:
 
     def _magnitudes(self, left: np.ndarray, right: np.ndarray) -> None:
         if self._kind == "integer":
-            # Python's integers do not round.
+            # Python integers do not round.
             self._largest = max(self._largest, abs(int(right.max())), abs(int(right.min())))
         wide = np.dtype(np.complex128 if self._kind == "complex" else np.float64)
         x = left.astype(wide)

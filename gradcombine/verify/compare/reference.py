@@ -1,11 +1,10 @@
-"""How far from a float64 reference two sides are, in units of the rounding noise of each.
+"""Errors of two sides relative to a float64 reference, in units of each side's rounding noise.
 
-A value that is rounded n times in a row, with unit roundoff u, is off by about ``u sqrt(n)`` times the size of what is
-rounded, and by more than ``8 u sqrt(n)`` times with a probability of about ``2 exp(-32)``, as long as roundings are not
-correlated (Higham and Mary, 2019, theorem 2.4). Of n nothing is known from the values, so it is given, or estimated of
-the side that is nearer to the reference. From ``n = 1 / u`` on no digit is promised at all: n is never taken for more.
-What is estimated is never taken for less than ``u**(-1/4)``, 64 in float32 and 4 in bfloat16: an exact sum, rounded
-once, does not make a plain one wrong.
+After n successive roundings with unit roundoff u, the relative error is about ``u sqrt(n)``, and exceeds
+``8 u sqrt(n)`` with a probability of about ``2 exp(-32)`` if the roundings are uncorrelated (Higham and Mary, 2019,
+theorem 2.4). The values do not determine n: it is an argument, or estimated from the side closer to the reference. It
+is at most ``1 / u``, where no digit is left. An estimate is at least ``u**(-1/4)``, 64 in float32 and 4 in bfloat16, so
+that an exact sum, rounded once, does not make a plain sum look wrong.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from gradcombine.errors import require_number
 from gradcombine.verify.compare.ulp import distances, finfo, kind_of, rounding_unit
 
 LIMIT = 8.0
-"""A side is off from here on: this many times its noise."""
+"""A side is off if its error exceeds this many times its noise."""
 
 Verdict: TypeAlias = Literal["within noise", "A is off", "B is off", "both are off", "the reference is off"]
 
 Pieces: TypeAlias = Callable[[], Iterable[tuple[np.ndarray, ...]]]
-"""Yields the elements of all sides in step; it may be called several times."""
+"""Yields chunks of the two sides and the reference, of equal lengths. May be called several times."""
 
 
 class Error(NamedTuple):
-    """How far one side of a leaf is from the reference.
+    """The error of one side of a leaf.
 
     Attributes:
       unit: the unit roundoff of the side's dtype; 0 for integers.
-      largest: the largest error of an element, over the largest one of its own magnitude, the root mean square of the
-        reference's elements that are not 0, and the smallest normal number of the dtype. Infinite where only one of the
-        two is NaN or infinite; an infinity, or a NaN, that the reference becomes in the side's dtype is none.
-      absolute: the largest error itself.
+      largest: the largest error of an element, relative to the maximum of the element's magnitude, the root mean square
+        of the reference's nonzero elements, and the smallest normal number of the dtype. Infinite if only one of the
+        two is finite, unless the reference, rounded to the side's dtype, is the same infinity or NaN.
+      absolute: the largest absolute error.
     """
 
     unit: float
@@ -48,10 +47,10 @@ class Errors(NamedTuple):
     """The errors of the two sides of a leaf.
 
     Attributes:
-      name: of the leaf.
-      size: the root mean square of the reference's elements that are not 0.
-      a, b: how far each side is from it.
-      apart: how far the sides are from each other, measured as ``largest`` is.
+      name: the leaf's name.
+      size: the root mean square of the reference's nonzero elements.
+      a, b: the error of each side.
+      apart: the difference between the sides, measured like ``Error.largest``.
     """
 
     name: str
@@ -62,14 +61,14 @@ class Errors(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """The side of a leaf that is off.
+    """Which side of a leaf is off.
 
     Attributes:
-      name: of the leaf.
-      roundings: how many in a row the noise is that of.
-      a, b: the largest error of each side, over its noise ``u sqrt(roundings)``.
-      verdict: a side is off that is more than `LIMIT` times its noise away. The reference is, or stands for another
-        computation, where both are, but not from each other.
+      name: the leaf's name.
+      roundings: the number of successive roundings in the noise.
+      a, b: the largest error of each side, in units of its noise ``u sqrt(roundings)``.
+      verdict: a side is off if its error exceeds `LIMIT`. If both are, but they agree with each other, the reference is
+        off, or is a different computation.
     """
 
     name: str
@@ -87,7 +86,7 @@ class Judgement(NamedTuple):
 
 
 def rounding_noise(unit: float, roundings: float) -> float:
-    """The relative error that so many roundings in a row leave: ``u sqrt(n)``, of at most ``n = 1 / u``.
+    """The relative error after n successive roundings: ``u sqrt(n)``, where n is at most ``1 / u``.
 
     References: N. J. Higham and T. Mary, `A New Approach to Probabilistic Rounding Error Analysis
     <https://doi.org/10.1137/18M1226312>`_, SIAM J. Sci. Comput. 41 (2019).
@@ -99,7 +98,7 @@ def rounding_noise(unit: float, roundings: float) -> float:
 
 
 def unfit(dtype: np.dtype, reference: np.dtype) -> str:
-    """The reference that values of a dtype would need, in words; empty if this one will do."""
+    """The reference that values of a dtype need, in words; empty if ``reference`` is precise enough."""
     kind = kind_of(dtype)
     if kind != kind_of(reference):
         return f"{kind} numbers, as those that are compared"
@@ -111,7 +110,7 @@ def unfit(dtype: np.dtype, reference: np.dtype) -> str:
 
 
 def errors(name: str, dtypes: tuple[np.dtype, np.dtype], pieces: Pieces) -> Errors:
-    """The errors of both sides of a leaf, of these dtypes; the pieces of both and of the reference are read twice."""
+    """Measures the errors of both sides of a leaf. ``dtypes`` are theirs; ``pieces`` is iterated twice."""
     squares, count = 0.0, 0
     for *_, reference in pieces():
         magnitude = _magnitude(reference)
@@ -135,16 +134,16 @@ def errors(name: str, dtypes: tuple[np.dtype, np.dtype], pieces: Pieces) -> Erro
 
 
 def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Judgement, ...]:
-    """Judges which side of each leaf is off.
+    """Determines which side of each leaf is off.
 
-    Where ``roundings`` is not given, a leaf's n is what the error of the side that is nearer to the reference, in units
-    of its own dtype, stands for (of the wider one, of two dtypes), or the median over all leaves, if that is more:
-    small leaves are near by chance. A leaf that is no larger than the noise of the reference itself, as the gradient of
-    a bias ahead of a normalization, is measured by the largest leaf: its terms cancel.
+    Without ``roundings``, n is estimated for each leaf from the error of the side closer to the reference (of the wider
+    side, if the dtypes differ), or is the median over all leaves if that is larger, since small leaves may be close by
+    chance. A leaf that is no larger than the noise of the reference, such as the gradient of a bias before a
+    normalization, is the result of cancellation; its error is measured relative to the largest leaf.
 
     Args:
-      leaves: of a whole tree.
-      roundings: how many in a row an element has been through; None to estimate.
+      leaves: the errors of all leaves of a tree.
+      roundings: the number of successive roundings of an element; None to estimate it.
 
     >>> import numpy as np
     >>> exact = np.linspace(1, 2, 100)
@@ -157,9 +156,9 @@ def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Jud
         roundings = require_number("a number of roundings from 1 on", roundings, 1)
     estimates = [_estimate(leaf) for leaf in leaves]
     known = [n for n in estimates if math.isfinite(n)]
-    usual = float(np.median(known)) if known else 1.0
+    median = float(np.median(known)) if known else 1.0
     scale = max((leaf.size for leaf in leaves), default=0.0)
-    chosen = [roundings or (max(n, usual) if math.isfinite(n) else 1.0) for n in estimates]
+    chosen = [roundings or (max(n, median) if math.isfinite(n) else 1.0) for n in estimates]
     return tuple(_judged(leaf, n, scale) for leaf, n in zip(leaves, chosen, strict=True))
 
 
@@ -182,7 +181,7 @@ def _judged(leaf: Errors, roundings: float, scale: float) -> Judgement:
 
 
 def _estimate(leaf: Errors) -> float:
-    """The roundings that one side's error stands for; NaN for integers."""
+    """The number of roundings that explains the error of the closer side; NaN for integers."""
     if not (leaf.a.unit and leaf.b.unit):
         return math.nan
     a, b = (min(side.largest, 1.0) / side.unit for side in (leaf.a, leaf.b))
@@ -191,21 +190,21 @@ def _estimate(leaf: Errors) -> float:
 
 
 def _magnitude(array: np.ndarray) -> np.ndarray:
-    """The magnitudes; 0 of NaN, and of what is beyond float32, infinite on every side."""
+    """The magnitudes; 0 for NaN and for numbers beyond float32, which are infinite on both sides."""
     with np.errstate(over="ignore", invalid="ignore"):
         magnitude = np.abs(_wide(array)).astype(np.float64)
     return np.where(magnitude <= np.finfo(np.float32).max, magnitude, 0.0)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-    """Floats and complex numbers in float64; integers as they are."""
+    """Floats and complex numbers in float64; integers unchanged."""
     if kind_of(array.dtype) == "integer":
         return array
     return array.astype(np.complex128 if kind_of(array.dtype) == "complex" else np.float64, copy=False)
 
 
 def _error(side: np.ndarray, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The elementwise error; infinite where only one of the two is a number."""
+    """The elementwise error; infinite if only one of the two is finite, or integers differ."""
     if kind_of(dtype) == "integer":
         return np.where(distances("integer", side, exact).lengths("integer") > 0, np.inf, 0.0)
     with np.errstate(all="ignore"):
@@ -215,13 +214,13 @@ def _error(side: np.ndarray, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.where(np.isfinite(value) & np.isfinite(exact), off, np.where(same, 0.0, np.inf))
 
 
-def _over(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return np.where(part == 0, 0.0, part / whole)
+        return np.where(error == 0, 0.0, error / scale)
 
 
-def _quotient(part: float, whole: float) -> float:
-    return 0.0 if part == 0 else part / whole if whole else math.inf
+def _quotient(error: float, noise: float) -> float:
+    return 0.0 if error == 0 else error / noise if noise else math.inf
 
 
 def _times(number: float) -> str:

@@ -1,4 +1,4 @@
-"""The ways in which frameworks combine contributions: every order of additions, precision and scaling that is known."""
+"""The known ways in which frameworks combine contributions: summation orders, precisions and scalings."""
 
 from __future__ import annotations
 
@@ -29,62 +29,62 @@ Split: TypeAlias = Callable[[Sequence[Tree], int], list[Sequence[Tree]]]
 
 
 def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
-    """Every order for so many contributions on any of these numbers of replicas, with its name.
+    """All known orders for ``count`` contributions over any of the numbers of replicas in ``ranks``, with their names.
 
-    Orders that are the same for so few are given once.
+    Orders that coincide for few contributions are listed once.
     """
     yield "one after another", left_chain
     if count < 3:
         return
     yield "one after another, from the last to the first", lambda trees: left_chain(trees[::-1])
     if count > 3:
-        yield "canonical tree (order='tree')", canonical
+        yield "in the canonical tree (order='tree')", canonical
     if count > 9:
-        yield "AddN (tf.add_n on CPU)", addn_blocks
+        yield "by AddN (tf.add_n on CPU)", addn_blocks
     if count > 10:
         names = [f"x_{i}" for i in range(count)]
-        yield "AddN, terms sorted by name (tf.function)", partial(addn_blocks, names=names)
-    for number, how, split in dealt(count, ranks):
-        whole, over = number == count, f"over {number} ranks{how}"
-        if not whole or number > 9:
-            yield f"psum by rank {over}", partial(twice, split, number, left_chain)
-        if number > 3 and not whole:
-            yield f"tree by rank {over}", partial(twice, split, number, canonical)
+        yield "by AddN, terms sorted by name (tf.function)", partial(addn_blocks, names=names)
+    for number, how, split in splits(count, ranks):
+        one_each, over = number == count, f"over {number} ranks{how}"
+        if not one_each or number > 9:
+            yield f"by psum {over}", partial(by_rank, split, number, left_chain)
+        if number > 3 and not one_each:
+            yield f"in a tree {over}", partial(by_rank, split, number, canonical)
         if number > 2:
-            yield f"ring {over}", partial(twice, split, number, ring)
-            yield f"ring, a leaf at a time, {over}", partial(twice, split, number, partial(ring, packed=False))
+            yield f"in a ring {over}", partial(by_rank, split, number, ring)
+            yield f"in a ring, leaf by leaf, {over}", partial(by_rank, split, number, partial(ring, packed=False))
         if number > 3:
-            yield f"HierarchicalCopyAllReduce {over}", partial(twice, split, number, hierarchical_copy)
+            yield f"by HierarchicalCopyAllReduce {over}", partial(by_rank, split, number, hierarchical_copy)
 
 
-def dealt(count: int, ranks: Sequence[int]) -> Iterator[tuple[int, str, Split]]:
-    """The ways in which contributions may lie on so many ranks: the number, how it is said, and which has which."""
+def splits(count: int, ranks: Sequence[int]) -> Iterator[tuple[int, str, Split]]:
+    """The ways to distribute contributions over ranks: the number of ranks, a description, and the function."""
     for number in ranks:
         if number == count > 1:
             yield number, "", blocks
         elif number > 1 and count % number == 0:
-            yield number, ", dealt in blocks", blocks
-            yield number, ", dealt in turn", turns
+            yield number, ", split into blocks", blocks
+            yield number, ", dealt round-robin", round_robin
 
 
 def blocks(trees: Sequence[Tree], ranks: int) -> list[Sequence[Tree]]:
-    """The first rank has the first contributions, and so on."""
-    each = len(trees) // ranks
-    return [trees[i : i + each] for i in range(0, len(trees), each)]
+    """Gives each rank a block of consecutive contributions."""
+    size = len(trees) // ranks
+    return [trees[i : i + size] for i in range(0, len(trees), size)]
 
 
-def turns(trees: Sequence[Tree], ranks: int) -> list[Sequence[Tree]]:
-    """Contribution i is on rank i modulo their number."""
+def round_robin(trees: Sequence[Tree], ranks: int) -> list[Sequence[Tree]]:
+    """Gives contribution i to rank ``i % ranks``."""
     return [trees[rank::ranks] for rank in range(ranks)]
 
 
 def canonical(trees: Sequence[Tree]) -> Tree:
-    """The binary tree over the contributions' numbers."""
+    """Adds in the canonical binary tree over the contributions' numbers."""
     return fold_pairwise(lambda a, b: left_chain([a, b]), trees)
 
 
-def twice(split: Split, ranks: int, over: Order, trees: Sequence[Tree]) -> Tree:
-    """Each rank adds its contributions one after another; the ranks' sums are added by ``over``."""
+def by_rank(split: Split, ranks: int, over: Order, trees: Sequence[Tree]) -> Tree:
+    """Adds the contributions of each rank one after another, and the ranks' sums in the order ``over``."""
     return over([left_chain(part) for part in split(trees, ranks)])
 
 
@@ -95,12 +95,12 @@ class Candidate(NamedTuple):
     """One way to combine the contributions.
 
     Attributes:
-      order: of the additions.
-      accumulator: the dtype that they are rounded to.
-      scaling: how weights and the number of contributions enter.
-      run: the result, in the accumulator's dtype or in the contributions' own.
-      others: further results, if each chunk of the real one is that of one of them, and where the chunks begin depends
-        on more than is known here.
+      order: the order of the additions.
+      accumulator: the dtype that sums are rounded to.
+      scaling: how weights and the number of contributions are applied.
+      run: computes the result, in the accumulator's or the contributions' dtype.
+      others: alternatives to ``run``, if each chunk of the actual result may come from a different one, and the
+        boundaries of the chunks are unknown.
     """
 
     order: str
@@ -114,35 +114,38 @@ class Candidate(NamedTuple):
 
 
 def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]) -> Iterator[Candidate]:
-    """All candidates for float contributions, NumPy trees of one structure in their order; the likely ones first.
+    """All candidates for float contributions, the likely ones first.
 
-    ``weights``: one for each tree, if there were any; ``ranks``: numbers of replicas that may have held them.
+    Args:
+      trees: the contributions in order, as NumPy trees of one structure.
+      weights: one per tree, or None.
+      ranks: the numbers of replicas that may have held them.
     """
-    own = present(trees)
+    own = dtypes_of(trees)
     known = dict(orders(len(trees), ranks))
     common = [np.dtype(x) for x in ACCUMULATORS]
     for dtype in [*common, *sorted(own - set(common), key=str)]:
         cast = [as_dtype(x, dtype) for x in trees]
         for name, order in known.items():
-            if dtype not in common and name.startswith("ring"):
-                continue  # TensorFlow's ring does not take such a dtype
+            if dtype not in common and name.startswith("in a ring"):
+                continue  # TensorFlow's ring does not support such dtypes
             for scaling, run in scaled(order, cast, weights, dtype):
                 yield Candidate(name, str(dtype), scaling, run)
     wide = np.dtype(np.float64) in own
     if not own <= set(common):
-        # Narrower dtypes are exact in float32.
+        # Narrower dtypes are exactly representable in float32.
         trees = [as_dtype(x, np.dtype(np.float64 if wide else np.float32)) for x in trees]
     yield from _precise(trees, weights)
     yield from _means(trees, weights, ranks, wide)
 
 
-def present(trees: Sequence[Tree]) -> set[np.dtype]:
+def dtypes_of(trees: Sequence[Tree]) -> set[np.dtype]:
     """The dtypes of all leaves."""
     return {x.dtype for value in trees for x in tree.flatten(value)[0] if x is not None}
 
 
 def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
-    """The tree in another dtype."""
+    """Casts all leaves."""
 
     def cast(x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
@@ -152,7 +155,7 @@ def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
 
 
 def mapped(function: Callable[..., Array], *trees: Tree) -> Tree:
-    """The function of every leaf; None stays."""
+    """Maps a function over the leaves of the trees; None stays None."""
     leaves, structure = tree.flatten(trees[0])
     others = [tree.flatten_as(structure, other) for other in trees[1:]]
     rows = zip(leaves, *others, strict=True)
@@ -162,6 +165,7 @@ def mapped(function: Callable[..., Array], *trees: Tree) -> Tree:
 def scaled(
     order: Order, trees: Sequence[Tree], weights: Sequence[float] | None, dtype: np.dtype
 ) -> Iterator[tuple[str, Callable[[], Tree]]]:
+    """Sums and means in an order, with every known scaling by the number of contributions or by weights."""
     count, one = dtype.type(len(trees)), dtype.type(1)
 
     def times(factors: Sequence[np.generic]) -> list[Tree]:
@@ -190,7 +194,7 @@ def scaled(
 
 
 def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator[Candidate]:
-    """The compensated and the exact precision of gradcombine."""
+    """gradcombine's compensated and exact precisions."""
     for precision in ("compensated", "exact"):
         for scaling, reduction, used in (
             ("sum", gc.reductions.sum(precision), None),
@@ -208,7 +212,7 @@ def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator
 def _means(
     trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int], wide: bool
 ) -> Iterator[Candidate]:
-    """Means that are not scaled sums."""
+    """Means that are not scaled sums: Welford's, and means of means."""
     fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
     divided = "Welford's mean, divided (optax.MultiSteps on JAX 0.9)"
     if not wide:
@@ -218,15 +222,15 @@ def _means(
         yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
         yield Candidate("one after another", "float32", divided, partial(welford, list(trees), divided=True))
     accumulator = "float64" if wide else "float32"
-    for number, how, split in dealt(len(trees), ranks):
+    for number, how, split in splits(len(trees), ranks):
         if number == len(trees):
             continue
-        by_rank = [x for part in split(trees, number) for x in part]
+        sorted_by_rank = [x for part in split(trees, number) for x in part]
         name = f"by rank over {number} ranks{how}"
-        yield Candidate(name, accumulator, "mean of means", partial(mean_of_means, by_rank, number))
+        yield Candidate(name, accumulator, "mean of means", partial(mean_of_means, sorted_by_rank, number))
         if weights is not None:
             scales = [w for part in split(list(weights), number) for w in part]
-            run = partial(mean_of_means, by_rank, number, scales)
+            run = partial(mean_of_means, sorted_by_rank, number, scales)
             yield Candidate(name, accumulator, "mean of weighted means", run)
 
 
@@ -239,7 +243,7 @@ def _quiet(operation: Any, value: Tree, scalar: Any) -> Tree:
 
 
 def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
-    """``acc = w * x + acc`` with one rounding, as XLA contracts it."""
+    """Accumulates ``acc = w * x + acc`` with one rounding, as contracted by XLA."""
     backend = load("numpy")
     total = mapped(np.zeros_like, trees[0])
     for x, weight in zip(trees, weights, strict=True):

@@ -1,24 +1,24 @@
-"""The orders in which PyTorch's processes add gradients, as far as their sources say so: DDP, and NCCL's all-reduces.
+"""Summation orders of PyTorch's gradients over processes, according to the sources of DDP and NCCL.
 
 - **Accumulation.** ``.grad`` is a left chain over the backward passes, in the parameter's dtype (autograd's
   AccumulateGrad).
 - **DDP** divides before it adds: each rank's ``.grad`` is multiplied by ``1 / ranks``, rounded to the gradients' dtype,
-  as it is copied into its bucket (Reducer::mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp);
-  divided by ``ranks``, if it is a view of the bucket already. FSDP leaves that to ``ncclAvg``, which multiplies each
-  rank's part by ``1 / ranks``, too (FuncPreMulSum in NCCL's src/device/reduce_kernel.h).
-- **Buckets** do not change which orders there are, only which elements take which.
-- **Ring.** Each chunk goes once round, and begins at another rank: `ring_chunk`. Every addition is rounded to
-  the gradients' dtype. Where a chunk begins depends on the size, the protocol and the number of channels, and these on
-  the machine.
-- **Tree.** A chain within each machine, and over machines one of two binary trees a chunk: `tree_chunk`.
-- **NVLS**, the sum inside of an NVLink switch: of float32 the correctly rounded exact sum, which has no order; that was
-  measured, and is not promised. Of bfloat16 it truncates: `nvls`.
+  when it is copied into its bucket (Reducer::mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp), or
+  divided by ``ranks`` if it already is a view of the bucket. FSDP leaves that to ``ncclAvg``, which also multiplies
+  each rank's part by ``1 / ranks`` (FuncPreMulSum in NCCL's src/device/reduce_kernel.h).
+- **Buckets** do not add orders; they only determine which elements use which order.
+- **Ring.** Each chunk makes one round and starts at a different rank: `ring_chunk`. Every addition is rounded to the
+  gradients' dtype. The boundaries of the chunks depend on the size, the protocol and the number of channels, and these
+  on the machine.
+- **Tree.** A chain within each machine, and one of two binary trees over the machines for each chunk: `tree_chunk`.
+- **NVLS**, the sum in an NVLink switch: for float32 the correctly rounded exact sum, which has no order (measured, not
+  guaranteed); bfloat16 is truncated: `nvls`.
 
 References: DistributedDataParallel and reducer.cpp in PyTorch; src/device/all_reduce.h (runRing, runTreeSplit),
 src/graph/trees.cc and connect.cc in NCCL; its maintainers in NVIDIA/nccl#545, #671 and #672 (chains within a machine),
-#1026 (what is rounded), #1055 (channels take other orders) and #2360 (float32 sums of NVLS without an order, bfloat16
-ones that depend on it); NVIDIA/Megatron-LM#6806 (16.7 million float32 sums of NVLS that were correctly rounded;
-bfloat16 truncates).
+#1026 (what is rounded), #1055 (channels use different orders) and #2360 (float32 sums of NVLS do not depend on an
+order, bfloat16 sums do); NVIDIA/Megatron-LM#6806 (16.7 million float32 sums of NVLS, all correctly rounded; bfloat16
+truncates).
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from gradcombine.verify.explain.candidates import (
     Order,
     Split,
     as_dtype,
-    dealt,
+    by_rank,
+    dtypes_of,
     mapped,
-    present,
     scaled,
-    twice,
+    splits,
 )
 
 SHORTEST = 32
-"""A chunk has this many elements or more, but for those that a leaf begins and ends with: NCCL's have hundreds."""
+"""Minimum length of a chunk, except the first and the last one of a leaf. NCCL's chunks have hundreds of elements."""
 
 TELLING = 4
-"""At this many elements another order has to fail for a chunk to be one: fewer may be errors, which some order fits."""
+"""Minimum number of elements at which the previous order must fail for a new chunk to start. Fewer may be errors, which
+some other order reproduces by chance."""
 
 
 def ring_chunk(trees: Sequence[Tree], start: int) -> Tree:
@@ -58,18 +59,18 @@ def ring_chunk(trees: Sequence[Tree], start: int) -> Tree:
 def tree_chunk(trees: Sequence[Tree], machines: int, second: bool = False) -> Tree:
     """A chunk's sum in NCCL's tree: in each machine a chain from its last rank to its first, then a binary tree.
 
-    A machine adds what it receives to its chain's sum, the children in their order. In the first tree, machine m's
-    parent is m with its lowest bit cleared and the next one set, or only cleared if that is none of them; 0 is the
-    root. The second is the first one of the machines counted backwards, if their number is even; shifted by one, if it
-    is odd.
+    A machine adds the sums of its children, in order, to the sum of its chain. In the first tree, the parent of machine
+    m is m with its lowest set bit cleared and the next bit set, or only cleared if there is no such machine; 0 is the
+    root. The second tree is the first one with the machines in reverse order if their number is even, or shifted by one
+    if it is odd.
 
     Args:
-      trees: one a rank, in the order of the ranks: those of machine 0 first.
-      machines: how many; each has as many ranks.
-      second: which of the two trees.
+      trees: one per rank, in the order of the ranks, starting with machine 0.
+      machines: the number of machines; all have the same number of ranks.
+      second: whether to use the second tree.
     """
-    each = len(trees) // machines
-    chains = [left_chain(trees[i : i + each][::-1]) for i in range(0, len(trees), each)]
+    size = len(trees) // machines
+    chains = [left_chain(trees[i : i + size][::-1]) for i in range(0, len(trees), size)]
     if second:
         chains = chains[::-1] if machines % 2 == 0 else [*chains[1:], chains[0]]
     children: list[list[int]] = [[] for _ in chains]
@@ -85,10 +86,10 @@ def tree_chunk(trees: Sequence[Tree], machines: int, second: bool = False) -> Tr
 
 
 def nvls(trees: Sequence[Tree]) -> Tree:
-    """The sum in an NVLink switch, of float32 correctly rounded, of bfloat16 truncated towards zero: a model.
+    """A model of the sum in an NVLink switch: correctly rounded for float32, truncated toward zero for bfloat16.
 
-    The sources say of bfloat16 that it truncates, and that the result may depend on an order; they do not say how. The
-    sum before it is rounded is exact to 2**-100 of its largest term.
+    According to the sources, bfloat16 is truncated, and the result may depend on an order, which they do not specify.
+    The sum before rounding is exact to 2**-100 of its largest term.
     """
     return mapped(_nvls, *trees)
 
@@ -105,17 +106,19 @@ def _nvls(*terms: np.ndarray) -> np.ndarray:
         if terms[0].dtype == np.float32:
             return rounded.astype(np.float32)
         lost = np.where(np.isfinite(total), (total - rounded) + error, 0)
-        # bfloat16 has 8 of float64's 53 digits; a sum that was rounded up to 8 digits belongs to the number below.
+        # bfloat16 keeps 8 of 53 bits. A sum that float64 rounded up to such a number truncates to the one below it.
         upper = rounded.view(np.uint64) >> np.uint64(45) << np.uint64(45)
         up = (upper.view(np.float64) == rounded) & (lost != 0) & (np.signbit(lost) != np.signbit(rounded))
         return (upper - np.where(up, np.uint64(1 << 45), np.uint64(0))).view(np.float64).astype(terms[0].dtype)
 
 
 def chunked(leaves: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.intp]]:
-    """The order of each element of each leaf, if those of a chunk have one.
+    """Index of the order of each element of each leaf, assuming one order per chunk.
 
-    One order is that of all elements, unless it fails at `TELLING` of them or more. ``leaves``: of each, [orders,
-    elements], whether an order gives an element to the bit.
+    One order is assumed for all elements unless it fails for `TELLING` elements or more.
+
+    Args:
+      leaves: for each leaf, whether an order reproduces an element, of shape [orders, elements].
     """
     totals = np.sum([same.sum(axis=1) for same in leaves], axis=0)
     if len(totals) == 1 or sum(same.shape[1] for same in leaves) - totals.max(initial=0) < TELLING:
@@ -124,18 +127,18 @@ def chunked(leaves: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.intp
 
 
 def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """The order of each element of a leaf, if those of a chunk have one.
+    """Index of the order of each element of a leaf, assuming one order per chunk.
 
-    From the first element on, the order that gives the most of the next ones takes them. Where these are fewer than
-    `SHORTEST` within the leaf, or the order before fails at fewer than `TELLING` of them, there is no chunk, and the
-    rest is left to the order before.
+    Greedy: starting from the first element, a chunk gets the order that reproduces the most of the next elements. If
+    they are fewer than `SHORTEST` within the leaf, or the previous order fails for fewer than `TELLING` of them, no
+    chunk starts there, and the rest keeps the previous order.
 
     Args:
-      same: [orders, elements], whether an order gives an element to the bit.
+      same: whether an order reproduces an element, of shape [orders, elements].
     """
     size = same.shape[1]
-    places = np.where(same, size, np.arange(size, dtype=np.int64))
-    ends = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1]
+    failures = np.where(same, size, np.arange(size, dtype=np.int64))
+    ends = np.minimum.accumulate(failures[:, ::-1], axis=1)[:, ::-1]
     chosen, starts, at = np.zeros(size, np.intp), list[int](), 0
     while at < size:
         best = int(ends[:, at].argmax())
@@ -153,24 +156,24 @@ def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
 def nccl_candidates(
     trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Candidates for what PyTorch's processes make of float contributions over 2 ranks or more; as `candidates`."""
-    own = present(trees)
-    # Additions are rounded to the dtype that goes round: the gradients' own, or float32 of narrower ones.
+    """Candidates for sums over PyTorch processes. The arguments are those of `candidates`, with 2 ranks or more."""
+    own = dtypes_of(trees)
+    # Additions are rounded to the dtype that is sent: the gradients' dtype, or float32 for narrower ones.
     sent = own | {np.dtype(np.float32)} if np.dtype(np.float64) not in own else own
-    for number, how, split in dealt(len(trees), ranks):
+    for number, how, split in splits(len(trees), ranks):
         over = f"over {number} ranks{how}"
         for dtype in sorted(sent, key=str):
             cast = [as_dtype(x, dtype) for x in trees]
             averaged = partial(_averaged, split, number, dtype)
-            for name, chunks in _all_reduces(number, dtype, whole=number == len(trees)):
-                chunk_orders = [partial(twice, split, number, chunk) for chunk in chunks]
+            for name, chunks in _all_reduces(number, dtype, one_each=number == len(trees)):
+                chunk_orders = [partial(by_rank, split, number, chunk) for chunk in chunks]
                 for same in zip(*(scaled(order, cast, weights, dtype) for order in chunk_orders), strict=True):
                     yield _candidate(f"{name} {over}", str(dtype), same[0][0], [run for _, run in same])
                 if number < len(trees):
                     runs = [partial(averaged, chunk, cast) for chunk in chunks]
                     yield _candidate(f"{name} {over}", str(dtype), _DDP, runs)
             if number < len(trees):
-                yield _candidate(f"psum by rank {over}", str(dtype), _DDP, [partial(averaged, left_chain, cast)])
+                yield _candidate(f"by psum {over}", str(dtype), _DDP, [partial(averaged, left_chain, cast)])
 
 
 _DDP = "mean over ranks, each scaled by 1 / ranks first (DDP)"
@@ -181,24 +184,25 @@ def _averaged(split: Split, ranks: int, dtype: np.dtype, over: Order, trees: Seq
     return over([mapped(partial(np.multiply, factor), left_chain(part)) for part in split(trees, ranks)])
 
 
-def _all_reduces(ranks: int, dtype: np.dtype, whole: bool) -> Iterator[tuple[str, list[Order]]]:
-    """NCCL's all-reduces over so many ranks by name, each with the orders that its chunks have."""
+def _all_reduces(ranks: int, dtype: np.dtype, one_each: bool) -> Iterator[tuple[str, list[Order]]]:
+    """The names of NCCL's all-reduces over ``ranks`` ranks, each with the possible orders of its chunks."""
     if dtype.name in ("float32", "bfloat16"):
         yield "in any order, by NVLS", [nvls]
     if ranks > 2:
         forward = [partial(ring_chunk, start=start) for start in range(ranks)]
-        yield "NCCL's or gloo's ring", forward
-        yield "NCCL's or gloo's ring, backwards,", [lambda trees, order=order: order(trees[::-1]) for order in forward]
+        yield "in NCCL's or gloo's ring", forward
+        yield (
+            "in NCCL's or gloo's ring, backwards,",
+            [lambda trees, order=order: order(trees[::-1]) for order in forward],
+        )
     for machines in range(1, ranks + 1):
-        # A chain of all contributions is a candidate by itself.
-        if ranks > 2 and ranks % machines == 0 and (machines > 1 or not whole):
-            each = [partial(tree_chunk, machines=machines, second=second) for second in (False, True)]
+        # A chain of all contributions is a candidate already.
+        if ranks > 2 and ranks % machines == 0 and (machines > 1 or not one_each):
+            trees = [partial(tree_chunk, machines=machines, second=second) for second in (False, True)]
             name = (
-                "NCCL's tree, which is a chain in one machine,"
-                if machines == 1
-                else f"NCCL's tree, {machines} machines,"
+                "in NCCL's tree, a chain in one machine," if machines == 1 else f"in NCCL's tree, {machines} machines,"
             )
-            yield name, each[: 1 if machines < 3 else 2]
+            yield name, trees[: 1 if machines < 3 else 2]
 
 
 def _candidate(order: str, accumulator: str, scaling: str, runs: Sequence[Callable[[], Tree]]) -> Candidate:

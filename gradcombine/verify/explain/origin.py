@@ -1,4 +1,4 @@
-"""From "it is 3 ulp off" to "it is the ring over 4 ranks": which order, precision and scaling made a result."""
+"""Explains the bits of a result by the order, precision and scaling that reproduce it, e.g. "the ring over 4 ranks"."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gradcombine.verify.explain.candidates import Candidate, candidates
 from gradcombine.verify.explain.nccl import chunked, nccl_candidates
 
 LISTED = 8
-"""How many candidates are named if several give the result."""
+"""Number of candidates that are listed if several reproduce the result."""
 
 
 class Verdict(NamedTuple):
-    """How near one candidate comes to the result.
+    """How close a candidate is to the result.
 
     Attributes:
-      candidate: what was tried.
-      equal: whether it gives the result to the bit.
-      share: how many of the informative elements it gives to the bit, as a fraction.
+      candidate: the candidate.
+      equal: whether it reproduces all bits of the result.
+      share: the fraction of informative elements whose bits it reproduces.
       max_ulp: the largest distance, in units in the last place of the result.
     """
 
@@ -43,12 +43,12 @@ class Verdict(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """How near each candidate comes to a result.
+    """How close each candidate is to a result.
 
     Attributes:
-      verdicts: every candidate, the nearest first; of equals, the simplest first.
-      elements: how many are informative: those of the leaves that tell candidates apart.
-      uninformative: the leaves that every candidate gives, such as zeros.
+      verdicts: all candidates, closest first; if equally close, simplest first.
+      elements: the number of informative elements: those of leaves that not all candidates reproduce.
+      uninformative: the leaves that all candidates reproduce, such as zeros.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -57,9 +57,9 @@ class Explanation(NamedTuple):
 
     @property
     def matches(self) -> tuple[Verdict, ...]:
-        """The candidates that give the result to the bit; none if all of them do, which says nothing.
+        """The candidates that reproduce the result bit for bit; none if all do, since that is uninformative.
 
-        Those whose chunks are chosen by the result are among them only if no other one gives it.
+        Candidates whose chunks are fitted to the result are included only if no other candidate reproduces it.
         """
         equal = [verdict for verdict in self.verdicts if verdict.equal and self.elements]
         return tuple(verdict for verdict in equal if not verdict.candidate.others) or tuple(equal)
@@ -67,10 +67,10 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         matches = self.matches
         if not self.elements:
-            return f"all {len(self.verdicts)} known ways give this result: it cannot be said which one made it"
+            return f"all {len(self.verdicts)} known orders give this result: it cannot be said which one made it"
         if matches:
             lines = [f"the result is, to the bit: {matches[0].candidate}"]
-            lines += [f"  as well as: {verdict.candidate}" for verdict in matches[1:LISTED]]
+            lines += [f"  and also: {verdict.candidate}" for verdict in matches[1:LISTED]]
             lines += [f"  and {len(matches) - LISTED} more"] if len(matches) > LISTED else []
         else:
             nearest = self.verdicts[0]
@@ -93,29 +93,29 @@ def explain(
     ranks: Sequence[int] | None = None,
     progress: Callable[[int, str], None] = lambda tried, name: None,
 ) -> Explanation:
-    """Finds the order of additions, the precision and the scaling that made a result of its contributions.
+    """Finds the summation order, precision and scaling that reproduce a result from its contributions, bit for bit.
 
-    It tries left chains, the canonical tree, TensorFlow's AddN, rings, psum and hierarchical copies over several
-    numbers of ranks, NCCL's rings, trees and NVLS with DDP's mean (`gradcombine.verify.explain.nccl`), Welford's mean
+    Tries left chains, the canonical tree, TensorFlow's AddN, rings, psum and hierarchical copies over several numbers
+    of ranks, NCCL's rings, trees and NVLS with DDP's mean (`gradcombine.verify.explain.nccl`), Welford's mean
     (optax.MultiSteps) and means of means; with accumulators of float32, bfloat16, float16 and float64, compensated and
-    exact; as a sum, or a mean that divides, multiplies by the reciprocal, or scales each contribution first; with the
-    weights, and without them.
+    exact; as a sum, or as a mean that divides, multiplies by the reciprocal, or scales each contribution first; with
+    and without weights.
 
     Args:
-      contributions: trees of float arrays (float8 and float64 too), of any framework, in the order of their numbers.
-      result: the tree that was made of them, of the same structure. It may be narrower than the contributions.
-      weights: one for each contribution, if there were any.
-      ranks: the numbers of replicas that may have held the contributions; None: all that divide their number.
-      progress: called before each candidate, with how many have been tried and its name.
+      contributions: trees of float arrays (including float8 and float64) of any framework, in order.
+      result: the combined tree, of the same structure. Its dtypes may be narrower.
+      weights: one per contribution, or None.
+      ranks: the numbers of replicas that may have held the contributions; None for all divisors of their number.
+      progress: called before each candidate, with the number of candidates tried so far and its name.
 
     Returns:
-      An `Explanation`, which prints as a sentence. Several candidates match if the contributions cannot tell them
-      apart, as small integers cannot; a thousand elements of real gradients can. Leaves that all candidates give, such
-      as zeros, are uninformative: they are named, and a result of nothing else matches none.
+      An `Explanation`, which prints as a sentence. Several candidates match if the contributions do not distinguish
+      them: small integers do not, a thousand elements of real gradients do. Leaves that all candidates reproduce, such
+      as zeros, are uninformative: they are listed, and if there are no others, no candidate matches.
 
     Raises:
-      GradCombineError: for an empty list, trees without an element, trees that do not match, leaves that are not
-        floats, and a wrong number of weights.
+      GradCombineError: for an empty list, trees without elements, trees that do not match, leaves that are not floats,
+        and a wrong number of weights.
 
     >>> import numpy as np
     >>> from gradcombine.verify import explain
@@ -133,10 +133,10 @@ def explain(
         weights = [_number(expected, x) for x in require_items(expected, weights)]
         if len(weights) != len(trees):
             raise invalid(expected, len(weights))
-    wanted, structure = tree.flatten(_numpy(result))
+    expected_leaves, structure = tree.flatten(_numpy(result))
     for value in trees:
-        _require_alike(structure, wanted, value)
-    sizes = [0 if x is None else x.size for x in wanted]
+        _require_same_shapes(structure, expected_leaves, value)
+    sizes = [0 if x is None else x.size for x in expected_leaves]
     if not sum(sizes):
         raise invalid("one element or more in the result", "none")
     if ranks is None:
@@ -147,21 +147,21 @@ def explain(
     known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
     for tried, candidate in enumerate(known):
         progress(tried, str(candidate))
-        measured.append((candidate, _measured(candidate, structure, wanted)))
+        measured.append((candidate, _measured(candidate, structure, expected_leaves)))
     informative = [any(leaves[i].equal < size for _, leaves in measured) for i, size in enumerate(sizes)]
     elements = sum(compress(sizes, informative))
     verdicts = [_verdict(candidate, [*compress(leaves, informative)], elements) for candidate, leaves in measured]
     verdicts.sort(key=lambda verdict: (not verdict.equal, -verdict.share, verdict.max_ulp))
     rows = zip(structure.paths(), sizes, informative, strict=True)
-    uninformative = tuple(path for path, size, tells in rows if size and not tells)
+    uninformative = tuple(path for path, size, informs in rows if size and not informs)
     return Explanation(tuple(verdicts), elements, uninformative)
 
 
 def _number(expected: str, weight: Array) -> float:
-    """A weight; an integer stays one, as exact sums do not round products with integers."""
+    """The weight as a Python number. Integers stay integers, since exact sums do not round products with them."""
     number = require_number(expected, weight, -math.inf)
-    whole = np.asarray(weight).dtype.kind in "iu" or isinstance(weight, int)
-    return int(weight) if whole else number
+    integer = np.asarray(weight).dtype.kind in "iu" or isinstance(weight, int)
+    return int(weight) if integer else number
 
 
 def _numpy(value: Tree) -> Tree:
@@ -174,39 +174,39 @@ def _numpy(value: Tree) -> Tree:
     return tree.unflatten(structure, arrays)
 
 
-def _require_alike(structure: tree.Structure, wanted: Sequence[Array], value: Tree) -> None:
-    for x, expected, path in zip(tree.flatten_as(structure, value), wanted, structure.paths(), strict=True):
+def _require_same_shapes(structure: tree.Structure, leaves: Sequence[Array], value: Tree) -> None:
+    for x, expected, path in zip(tree.flatten_as(structure, value), leaves, structure.paths(), strict=True):
         shapes = [None if side is None else side.shape for side in (expected, x)]
         if shapes[0] != shapes[1]:
             raise invalid(f"the result's shape, {shapes[0]}", shapes[1], path)
 
 
 class _Leaf(NamedTuple):
-    """How many elements of a leaf have a candidate's bits, and how far away the worst is."""
+    """The number of elements of a leaf that a candidate reproduces, and its largest distance."""
 
     equal: int
     max_ulp: int
 
 
-def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Array]) -> list[_Leaf]:
+def _measured(candidate: Candidate, structure: tree.Structure, leaves: Sequence[Array]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
-        made = [tree.flatten_as(structure, run()) for run in (candidate.run, *candidate.others)]
+        results = [tree.flatten_as(structure, run()) for run in (candidate.run, *candidate.others)]
     values: list[np.ndarray] = []
     same: list[npt.NDArray[np.bool_]] = []
-    flat = [np.zeros(0) if x is None else x.reshape(-1) for x in wanted]
-    for *columns, expected in zip(*made, flat, strict=True):
+    flat = [np.zeros(0) if x is None else x.reshape(-1) for x in leaves]
+    for *columns, expected in zip(*results, flat, strict=True):
         with np.errstate(all="ignore"):
             arrays = [np.asarray(() if x is None else x).astype(expected.dtype).reshape(-1) for x in columns]
-        own = np.stack(arrays)
-        values.append(own)
-        # The sign of a zero is a bit, though not a distance; the payload of NaN does not count.
-        equal = (own == expected) & (np.signbit(own) == np.signbit(expected))
-        same.append(equal | (np.isnan(own) & np.isnan(expected)))
+        value = np.stack(arrays)
+        values.append(value)
+        # Signs of zeros have to agree, though they are at distance 0; NaN payloads do not.
+        equal = (value == expected) & (np.signbit(value) == np.signbit(expected))
+        same.append(equal | (np.isnan(value) & np.isnan(expected)))
     measured: list[_Leaf] = []
-    for own, equal, order, expected in zip(values, same, chunked(same), flat, strict=True):
-        distances = ulp_distance(np.take_along_axis(own, order[None], axis=0).reshape(-1), expected)
-        right = np.count_nonzero(np.take_along_axis(equal, order[None], axis=0))
-        measured.append(_Leaf(int(right), int(distances.max(initial=0))))
+    for value, equal, order, expected in zip(values, same, chunked(same), flat, strict=True):
+        distances = ulp_distance(np.take_along_axis(value, order[None], axis=0).reshape(-1), expected)
+        count = np.count_nonzero(np.take_along_axis(equal, order[None], axis=0))
+        measured.append(_Leaf(int(count), int(distances.max(initial=0))))
     return measured
 
 

@@ -112,13 +112,13 @@ def token_mean() -> Any:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (add_n, "sum, added AddN (tf.add_n on CPU), in float32"),
+        (add_n, "sum, added by AddN (tf.add_n on CPU), in float32"),
         pytest.param(
             multi_steps,
             "Welford's mean (optax.MultiSteps), added one after another, in float32",
             marks=pytest.mark.full,
         ),
-        (psum, "sum, added psum by rank over 4 ranks, dealt in blocks, in float32"),
+        (psum, "sum, added by psum over 4 ranks, split into blocks, in float32"),
         (scan_in_bfloat16, "sum, added one after another, in bfloat16"),
         (mean_of_reciprocals, "sum of each * (1 / n), added one after another, in float32"),
         (token_mean, "weighted sum / total weight, added one after another, in float32"),
@@ -181,7 +181,7 @@ def test_every_float_dtype_is_explained(dtype: Any, accumulator: Any) -> None:
 @pytest.mark.parametrize("count", [5, pytest.param(7, marks=pytest.mark.full), pytest.param(9, marks=pytest.mark.full)])
 def test_a_ring_is_known_over_any_number_of_ranks(count: int) -> None:
     found = explain(TREES[:count], foreign_orders.ring(TREES[:count]))
-    assert str(found.matches[0].candidate) == f"sum, added ring over {count} ranks, in float32"
+    assert str(found.matches[0].candidate) == f"sum, added in a ring over {count} ranks, in float32"
 
 
 def test_a_leaf_that_all_candidates_give_says_nothing() -> None:

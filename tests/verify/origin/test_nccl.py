@@ -49,9 +49,9 @@ def test_a_ring_is_found_whatever_its_chunks() -> None:
         chains = [added(x[s:] + x[:s], np.dtype(np.float32)) for x, s in zip(terms, first, strict=True)]
         result[leaf] = np.float32([float(x) for x in chains])
     found = [str(x.candidate) for x in explain(trees, result).matches]
-    assert found == ["sum, added NCCL's or gloo's ring over 4 ranks, in float32"]
+    assert found == ["sum, added in NCCL's or gloo's ring over 4 ranks, in float32"]
     found = [str(x.candidate) for x in explain(trees[::-1], result).matches]
-    assert found == ["sum, added NCCL's or gloo's ring, backwards, over 4 ranks, in float32"]
+    assert found == ["sum, added in NCCL's or gloo's ring, backwards, over 4 ranks, in float32"]
     result["w"][300:310] = result["w"][300:310][::-1]
     assert not explain(trees, result).matches
 
@@ -99,7 +99,7 @@ def test_the_mean_of_ddp_is_told_from_others() -> None:
         first = {"b": 1, "w": 2}[leaf]
         result[leaf] = (ranks[first] + ranks[(first + 1) % 3]) + ranks[first - 1]
     expected = (
-        "mean over ranks, each scaled by 1 / ranks first (DDP), added NCCL's or gloo's ring over 3 ranks, dealt in"
+        "mean over ranks, each scaled by 1 / ranks first (DDP), added in NCCL's or gloo's ring over 3 ranks, split in"
     )
     assert str(explain(trees, result).matches[0].candidate).startswith(expected)
 

@@ -38,5 +38,5 @@ def test_a_step_is_explained(tmp_path: Path) -> None:
         assert worker.returncode == 0, errors
     result = {name: entry.whole() for name, entry in open_dump(tmp_path / "r.pt").items()}
     found = explain([part for rank in range(RANKS) for part in ddp.parts(rank)], result, ranks=(RANKS,))
-    expected = "mean over ranks, each scaled by 1 / ranks first (DDP), added NCCL's or gloo's ring"
+    expected = "mean over ranks, each scaled by 1 / ranks first (DDP), added in NCCL's or gloo's ring"
     assert str(found.matches[0].candidate).startswith(expected), found
