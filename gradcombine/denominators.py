@@ -193,5 +193,5 @@ def _named(what: str, names: Iterable[str], received: Tree) -> dict[str, Tree]:
     if missing := [name for name in names if name not in values]:
         raise invalid(expected, "none", f"[{missing[0]!r}]")
     if others := [name for name in values if name not in names]:
-        raise invalid(f"{expected} alone", "one more", f"[{others[0]!r}]")
+        raise invalid(f"{expected} only", "another name", f"[{others[0]!r}]")
     return {name: values[name] for name in names}

@@ -32,7 +32,7 @@ def divided(nbytes: Sequence[int | None], fragments: int) -> list[list[int]]:
 
 
 def due(step: Array, every: int, fragments: int) -> Array:
-    """Which fragments are exchanged after a step, as booleans; the exchanges are spread evenly over ``every`` steps.
+    """Whether each fragment is exchanged after a step; the exchanges are spread evenly over ``every`` steps.
 
     Args:
       step: int32 scalar, the number of steps so far, from 1.

@@ -366,6 +366,5 @@ def require_flag(name: str, flag: Scalar) -> Array | bool:
 def _concrete(flag: Array | bool) -> bool | None:
     if isinstance(flag, bool):
         return flag
-    backend = resolve([flag])
-    value = backend.concrete(flag)
+    value = resolve([flag]).concrete(flag)
     return None if value is None else bool(value)

@@ -61,14 +61,14 @@ def adasum(dtype: DType = None, *, output_dtype: DType = None, wire: Wire | None
     """
     settings = dtypes.Settings(dtype, output_dtype)
     if settings.running(dtypes.FLOAT32).itemsize > 8:
-        raise invalid("an accumulator that is a float of at most 64 bits", dtype)
+        raise invalid("a float accumulator of at most 64 bits", dtype)
     cell = Plain("adasum", ("float",), _zero, _adaptive, settings=settings)
     return Treewise(cell, AdasumState, wire=wire)
 
 
 def _zero(dtype: np.dtype) -> int:
     if dtype.itemsize > 8:
-        raise invalid("a dtype that is float of at most 64 bits", dtype)
+        raise invalid("a float dtype of at most 64 bits", dtype)
     return 0
 
 

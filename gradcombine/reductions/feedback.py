@@ -110,7 +110,7 @@ class FedBack(Wrapper):
         backend = resolve([*leaves, *others])
         for path, x, y in zip(structure.paths(), leaves, others, strict=True):
             if (x is None) != (y is None):
-                raise invalid("residuals of one wire", "one that keeps the leaf wide, and one that does not", path)
+                raise invalid("states of the same wire", "a residual of this leaf in one of them only", path)
         added = [x if is_absent(x) else backend.add(x, y) for x, y in zip(leaves, others, strict=True)]
         return FedBackState(self.of.merge(a.state, b.state), tree.unflatten(structure, added))
 

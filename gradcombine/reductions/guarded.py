@@ -168,14 +168,10 @@ class Written(Reduction):
 
 def _with_none(state: State) -> State:
     """The state as the user's functions made it."""
-    leaves, structure = tree.flatten(state, _is_nothing)
-    return tree.unflatten(structure, [None if _is_nothing(x) else x for x in leaves])
+    leaves, structure = tree.flatten(state, lambda node: isinstance(node, Nothing))
+    return tree.unflatten(structure, [None if isinstance(x, Nothing) else x for x in leaves])
 
 
 def _without_none(structure: tree.Structure, leaves: Iterable[Leaf]) -> State:
     """The state without None, which TensorFlow's loops and the counter of order "tree" do not support."""
     return tree.unflatten(structure, [Nothing() if x is None else x for x in leaves])
-
-
-def _is_nothing(node: Tree) -> bool:
-    return isinstance(node, Nothing)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import operation, require_type
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper, described
 from gradcombine.reductions.moments import moments
@@ -155,6 +155,4 @@ class MeasuredReduction(Wrapper):
         return self.of.gradients(like)[0]
 
     def _require(self, state: State) -> MeasuredState:
-        if not isinstance(state, MeasuredState):
-            raise invalid("a MeasuredState", type(state).__name__)
-        return state
+        return require_type("a MeasuredState", state, MeasuredState)

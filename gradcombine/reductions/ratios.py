@@ -175,7 +175,7 @@ def _sum(values: tuple[Any, ...], path: str) -> Any:
     if len(present) < 2:
         return present[0] if present else values[0]
     if any(map(is_row_sparse, present)):
-        raise invalid("dense leaves, or one denominator", "rows", path)
+        raise invalid("dense leaves, or a single denominator", "row-sparse leaves", path)
     backend = resolve(present)
     dtype = backend.dtype(present[0])
     return backend.cast(reduce(backend.add, (backend.cast(x, dtypes.working(dtype)) for x in present)), dtype)
@@ -186,7 +186,7 @@ def _require_ratio(value: Tree) -> Ratio:
 
 
 def _names(denominators: Any) -> list[str]:
-    expected = "names of denominators, each once"
+    expected = "distinct names of denominators"
     names = [] if isinstance(denominators, str) else require_items(expected, denominators)
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise invalid(expected, shown(denominators))

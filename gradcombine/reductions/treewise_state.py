@@ -63,7 +63,10 @@ class FlatState:
 
     def value(self, values: Sequence[Accumulator | None]) -> Tree:
         """The tree of these accumulators, with a constant for each None."""
-        leaves = [spec if a is None else a for a, spec in zip(values, self.made_for, strict=True)]
+        leaves = list(values)
+        for i, spec in enumerate(self.made_for):
+            if leaves[i] is None:
+                leaves[i] = spec
         return tree.unflatten(self.structure, leaves)
 
 
@@ -83,4 +86,4 @@ def require_sendable(
     for path, leaf, spec in zip(flat.structure.paths(), leaves, flat.made_for, strict=True):
         is_float = spec.dtype is None or dtypes.kind(spec.dtype) == "float"
         if not is_float and not wire.keeps(path, shape(leaf)):
-            raise invalid(f"a float leaf for {wire!r}, or one that its wide= leaves as it is", spec.dtype, path)
+            raise invalid(f"a float leaf for {wire!r}, or one that its wide= keeps uncompressed", spec.dtype, path)

@@ -67,7 +67,7 @@ class Weight:
 
 
 def _error(value: Scalar) -> GradCombineError:
-    return invalid(EXPECTED, f"{value}: no contribution can be taken back" if value < 0 else value)
+    return invalid(EXPECTED, f"{value}: a contribution cannot be subtracted" if value < 0 else value)
 
 
 def parse(backend: Backend, weight: Scalar) -> Weight:
@@ -150,7 +150,7 @@ def weighted(backend: Backend, x: Array, weight: Weight, running: np.dtype) -> A
 def factor(backend: Backend, weight: Weight, running: np.dtype) -> Array:
     """The weight as a factor for an accumulator of this dtype; raises as `weighted`."""
     if dtypes.kind(running) == "integer" and not weight.is_integral:
-        raise invalid(f"an integer weight for a leaf of {running}", "another one")
+        raise invalid(f"an integer weight for a leaf of {running}", "a float weight")
     return weight.cast(backend, dtypes.part(dtypes.working(running)))
 
 

@@ -51,7 +51,7 @@ class Checked(OnContributions):
             zero = backend.full((), 0, backend.dtype(parsed.array))
             # x - x is 0 for finite x, and NaN for NaN and infinities.
             finite = parsed.array - parsed.array == zero
-            backend.check((parsed.array >= zero) & finite, self.name, EXPECTED, "one that is not")
+            backend.check((parsed.array >= zero) & finite, self.name, EXPECTED, "a negative weight, infinity or NaN")
         return value, weight
 
 
@@ -202,7 +202,7 @@ def norm_dtype(leaves: list[Leaf], structure: tree.Structure) -> np.dtype:
             continue
         leaf_dtype = dtype_of(leaf)
         if dtypes.kind(leaf_dtype) != "float":
-            raise invalid("float leaves, the only ones with a norm here", leaf_dtype, path)
+            raise invalid("float leaves, for a global norm", leaf_dtype, path)
         dtype = max(dtype, leaf_dtype, key=lambda dtype: dtype.itemsize)
     return dtype
 

@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens that are taken back": (
         lambda: losses.token_sum(-ONES, count=-2),
         "token_sum: leaf .count: expected a finite weight that is not negative, "
-        "received -2: no contribution can be taken back",
+        "received -2: a contribution cannot be subtracted",
     ),
     "a group cut apart": (lambda: losses.require_whole([[1, 2], [3, 2]]), "group 2 in microbatches 0 and 1"),
     "too few groups": (lambda: losses.deal([1, 2], [0], 2), "2 groups, one for each sequence"),

@@ -214,7 +214,7 @@ def gather(shards: Tree, like: Tree, over: Collective, wire: Wire | None = None)
         for i in present:
             if narrow[i] and not jnp.issubdtype(parts[i].dtype, jnp.floating):
                 raise invalid(
-                    f"a float shard for {wire!r}, or one that its wide= leaves as it is", parts[i].dtype, paths[i]
+                    f"a float shard for {wire!r}, or one that its wide= keeps uncompressed", parts[i].dtype, paths[i]
                 )
     wide = axis.all_gather([parts[i] for i in present if not narrow[i]])
     sent = [parts[i].astype(jnp.float32)[None] for i in present if narrow[i]]

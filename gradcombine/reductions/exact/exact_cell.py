@@ -64,7 +64,7 @@ class Exact(Cell):
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Digits:
         if running.itemsize > 8:
-            raise invalid("a dtype that is float of at most 64 bits", running)
+            raise invalid("a float dtype of at most 64 bits", running)
         return Digits.of([backend.full(shape, 0, running, [like]) for _ in range(self._words(running))])
 
     def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Digits:

@@ -1,7 +1,7 @@
 """Merges exact sums over replicas by a maximum and a sum of integers, whose bits do not depend on the collective.
 
-The tags of the three slots are functions of the window, which only moves up: with a *level* of the window, which takes
-one byte, the tag of slot s is ``(level + 2 - s) // 3``. The replicas exchange the highest level by a maximum. Each then
+The tags of the three slots are functions of the *level*, the index of the lowest bin of the window, which takes one
+byte: the tag of slot s is ``(level + 2 - s) // 3``. The replicas exchange the highest level by a maximum. Each then
 drops its slots of lower tags, and the remaining ones are summed.
 
 The sum over replicas must fit a word, as the digits of one replica do. A settled word of a replica has one digit per

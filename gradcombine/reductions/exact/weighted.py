@@ -209,7 +209,7 @@ def not_differentiable(name: str, backend: Backend, results: Sequence[Array], li
     """Returns the results, whose derivative with respect to the link raises."""
 
     def derivative(*_: Array) -> list[Array]:
-        expected = "reductions.differentiable(...) of this reduction, whose states know their derivative"
+        expected = "reductions.differentiable(...) of this reduction, whose states are differentiable"
         raise GradCombineError(name, expected, "a derivative through a state of integers")
 
     return backend.custom_derivative(lambda *arrays: arrays[:-1], derivative, [*results, link])

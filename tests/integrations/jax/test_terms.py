@@ -288,7 +288,7 @@ def changing(w: Any, x: Any) -> LossOutput:
     ("function", "settings", "message"),
     [
         (changing, {}, r"\['b'\]: expected a value of each term, as a dict of \['a', 'b'\], received none"),
-        (returning(lambda w, x: good(w, x) | {"c": w}, {"n": 1, "m": 1}), {}, r"\['c'\].* alone, received one more"),
+        (returning(lambda w, x: good(w, x) | {"c": w}, {"n": 1, "m": 1}), {}, r"\['c'\].* only, received another name"),
         (returning(lambda w, x: {"a": w * x, "b": w}, {"n": 1, "m": 1}), {}, r"\['a'\].*real floating scalar.*shape"),
         (returning(lambda w, x: w, {"n": 1, "m": 1}), {}, r"a value of each term, as a dict"),
         (returning(good), {}, r"a weight of each denominator, as a dict of \['m', 'n'\], received NoneType"),
