@@ -27,8 +27,7 @@ rounding, as the window extends at least that far below the leading bit of the l
 
 References: J. Demmel and H. D. Nguyen, `Fast reproducible floating-point summation
 <https://doi.org/10.1109/ARITH.2013.9>`_, 2013; P. Ahrens, J. Demmel and H. D. Nguyen, `Algorithms for efficient
-reproducible floating point summation <https://doi.org/10.1145/3389360>`_, 2020, where the bins of a fixed grid come
-from.
+reproducible floating point summation <https://doi.org/10.1145/3389360>`_, 2020, for the fixed grid of bins.
 """
 
 from __future__ import annotations
