@@ -33,25 +33,25 @@ class Totals:
     weight: Accumulator
     count: Array
     has_some: bool = False
-    _made: dict[Hashable, Array] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[Hashable, Array] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], Array]) -> Array:
         """Computes a value derived from the totals once for all leaves; per leaf, it would be most of a program."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def divisor(self, backend: Backend, dtype: np.dtype) -> Array:
         """The sum of weights, a scalar: 1 if there are no contributions, NaN if it overflowed.
 
         A mean divided by infinity would be 0, a wrong number.
         """
-        if dtype not in self._made:
+        if dtype not in self._cache:
             weight = backend.cast(self.weight, dtype)
             # NaN as a NumPy scalar: jax_debug_nans raises for a new array that is NaN.
             weight = backend.where(weight == backend.full((), np.inf, dtype), dtype.type(np.nan), weight)
-            self._made[dtype] = weight if self.has_some else self.unless_empty(backend, weight, 1)
-        return self._made[dtype]
+            self._cache[dtype] = weight if self.has_some else self.unless_empty(backend, weight, 1)
+        return self._cache[dtype]
 
     def unless_empty(self, backend: Backend, x: Array, otherwise: int = 0) -> Array:
         """``x``, or a constant if there are no contributions."""

@@ -82,7 +82,7 @@ def sum(
         return Treewise(cell, CompensatedSumState, wire=wire, precision=precision)
     if precision == "exact":
         _require_exact_exchange(dtype, wire)
-        cell = Exact("sum", settings, divides=False, many=_needs_room(max_terms))
+        cell = Exact("sum", settings, divides=False, spills=_needs_spills(max_terms))
         derivative = sum(output_dtype=output_dtype)
         return Treewise(cell, ExactSumState, derivative=derivative, precision=precision, max_terms=cell.room)
     cell = Added("sum", ("float", "complex", "integer"), False, settings)
@@ -124,7 +124,7 @@ def mean(
         return Treewise(cell, CompensatedMeanState, wire=wire, scales_by_weight=True, divides=True, precision=precision)
     if precision == "exact":
         _require_exact_exchange(dtype, wire)
-        cell = Exact("mean", settings, divides=True, many=_needs_room(max_terms))
+        cell = Exact("mean", settings, divides=True, spills=_needs_spills(max_terms))
         derivative = mean(output_dtype=output_dtype)
         details = {"precision": precision, "max_terms": cell.room}
         return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **details)
@@ -132,7 +132,7 @@ def mean(
     return Treewise(cell, MeanState, wire=wire, scales_by_weight=True, divides=True)
 
 
-def _needs_room(max_terms: int) -> bool:
+def _needs_spills(max_terms: int) -> bool:
     """Whether exact sums of float32 need spill words; raises unless ``max_terms`` is an integer from 1 to 2**26."""
     expected = f"max_terms from 1 to {SPILLED_CAPACITY}"
     return require_integer(expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity

@@ -38,7 +38,7 @@ class Weight:
     is_integer: bool
     zero: Array | bool
     invalid: Array | None = None
-    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_integral(self) -> bool:
@@ -48,7 +48,7 @@ class Weight:
     def cast(self, backend: Backend, dtype: np.dtype) -> Array:
         """Rounds to a float dtype, to infinity above its range; wraps around for an integer dtype."""
         key = backend.name, dtype
-        if key not in self._made:
+        if key not in self._cache:
             if self.known is not None:
                 array = backend.full((), rounded(self.known, dtype).item(), dtype)
             else:
@@ -56,14 +56,14 @@ class Weight:
                 if self.invalid is not None and dtypes.kind(dtype) != "integer":
                     # NaN as a NumPy scalar: jax_debug_nans raises for a new array that is NaN.
                     array = backend.where(self.invalid, dtype.type(np.nan), array)
-            self._made[key] = array
-        return self._made[key]
+            self._cache[key] = array
+        return self._cache[key]
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Computes a value derived from the weight once for all leaves; per leaf, it would be much of a program."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
 def _error(value: Scalar) -> GradCombineError:

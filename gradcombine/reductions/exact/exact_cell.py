@@ -45,13 +45,13 @@ class Exact(Cell):
     quotient by the exact sum of weights.
 
     Attributes:
-      many: whether float32 digits spill, to have room for more contributions.
+      spills: whether float32 digits spill, to have room for more contributions.
     """
 
     name: str
     settings: dtypes.Settings
     divides: bool
-    many: bool
+    spills: bool
     kinds: tuple[str, ...] = ("float",)
     takes_lists: bool = True
     takes_traced: bool = True
@@ -191,11 +191,11 @@ class Exact(Cell):
     @property
     def room(self) -> int | None:
         """The number of terms that float32 sums have room for; None for the default."""
-        return SPILLED_CAPACITY if self.many else None
+        return SPILLED_CAPACITY if self.spills else None
 
     def _words(self, word: np.dtype) -> int:
         """The number of words of an element."""
-        return 6 if self.many and word == FLOAT32.word else 3
+        return 6 if self.spills and word == FLOAT32.word else 3
 
 
 @np.errstate(all="ignore")  # words wrap around on purpose
