@@ -274,8 +274,8 @@ def _regressions(now: Measured, before: Measured, fail_on: frozenset[str]) -> It
 
 
 def _words(costs: tuple[float, ...]) -> str:
-    findings, happens, moved, sent, flops = costs
-    return f"{findings:.0f} findings of {happens:,.0f} times, {size_text(moved + sent)}, {flops:.3g} flops"
+    findings, times, moved, sent, flops = costs
+    return f"{findings:.0f} findings, {times:,.0f} times, {size_text(moved + sent)}, {flops:.3g} flops"
 
 
 def _totals(report: Audit) -> Section:
@@ -288,7 +288,7 @@ def _totals(report: Audit) -> Section:
     if (memory := report.memory) is not None:
         sizes = memory._asdict() | {"peak": memory.peak}
         rows += [Cells((name, "", size_text(size))) for name, size in sizes.items()]
-    return Section(title, columns=("", "in loops", "beside"), rows=rows)
+    return Section(title, columns=("", "in loops", "outside"), rows=rows)
 
 
 def _bound(report: Audit) -> Section:
@@ -297,8 +297,8 @@ def _bound(report: Audit) -> Section:
     if not known:
         return Section(title, f"none: no rates are published for {report.target.name}")
     name = max(known, key=lambda x: known[x])
-    omitted = "" if len(known) == len(report.bounds) else "; what is not published is left out"
-    note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s one after the other{omitted}"
+    omitted = "" if len(known) == len(report.bounds) else "; unpublished rates are left out"
+    note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s without overlap{omitted}"
     rows = [
         Cells((name, "" if bound.seconds is None else f"{bound.seconds:.3g}", bound.arithmetic))
         for name, bound in report.bounds.items()

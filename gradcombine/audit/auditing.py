@@ -66,12 +66,12 @@ class Audit(NamedTuple):
         """Descriptions of what could not be determined from the program."""
         parts = list[str]()
         if self.memory is None:
-            parts.append("memory, and whether what is donated is reused")
+            parts.append("memory, and whether donated buffers are reused")
         if isinstance(self.program, Graph):
             names = ", ".join(name for name in RULES if name not in self.judged)
-            parts += ["what is moved in memory, and products", names, *self.program.unread()]
+            parts += ["bytes moved in memory, and matrix products", names, *self.program.unread()]
         elif self.program.is_unsplit:
-            parts.append("how arguments are split, and so what devices repeat")
+            parts.append("how arguments are sharded, and hence which work devices repeat")
         return parts
 
     @property

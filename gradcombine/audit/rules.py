@@ -61,10 +61,10 @@ def judged(program: Program | Graph) -> tuple[str, ...]:
 def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
     for exchange, loop, size in subject.reduced:
         avoidable, share = exchange.times, size / (exchange.operand or 1)
-        where = "in each call is only added to what some later calls read"
+        where = "in each call is only accumulated, and read in some later calls"
         if loop is not None:
             avoidable -= exchange.times // loop.trips if loop.trips else 0
-            where = f"in {loop} is only added to what the loop carries"
+            where = f"in {loop} is only accumulated in the loop"
         what = f"{size_text(size)} of " * (share < 1 - SHARE) + f"{exchange} {where}"
         sent = avoidable * share * exchange.sent()
         yield Finding("reduced-in-loop", what, subject.source(exchange.x), exchange.times, sent=sent)
@@ -106,7 +106,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
             yield Finding(
                 "batch-gathered",
-                f"{exchange} brings the rows of {', '.join(names)} to every device",
+                f"{exchange} gathers the rows of {', '.join(names)} on every device",
                 search.source(exchange.x),
                 exchange.times,
                 sent=exchange.times * exchange.sent(),
@@ -126,10 +126,10 @@ def repeated_work(search: Search) -> Iterator[Finding]:
 
 def optimizer_every_microbatch(subject: Subject[X]) -> Iterator[Finding]:
     """Reports state that is computed in every call, but kept unless a counter selects the new value."""
-    if kept := subject.kept():
-        moved = 2 * sum(size for _, size in kept)
-        what = f"{len(kept)} {subject.noun} are computed in each call, and a counter decides to keep the old ones"
-        yield Finding("optimizer-every-microbatch", what, subject.source(kept[0][0]), len(kept), moved=moved)
+    if discarded := subject.discarded():
+        moved = 2 * sum(size for _, size in discarded)
+        what = f"{len(discarded)} {subject.noun} are computed in each call, but a counter decides whether they are used"
+        yield Finding("optimizer-every-microbatch", what, subject.source(discarded[0][0]), len(discarded), moved=moved)
 
 
 def donation_lost(search: Search) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def donation_lost(search: Search) -> Iterator[Finding]:
     for (shape, like, source), arguments in lost.items():
         first, more = arguments[0].op_name or arguments[0].name, len(arguments) - 1
         which = f"{first} and {more} more, {shape}, are donated" if more else f"{first}, {shape}, is donated"
-        what = f"{which}, but the result like it is {like} elsewhere"
+        what = f"{which}, but the matching result, {like}, does not reuse the memory"
         yield Finding("donation-lost", what, source, len(arguments), moved=sum(x.bytes for x in arguments))
 
 
@@ -171,12 +171,12 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
         enters = users & {"while", "conditional", "call", "tuple"} or x.root
         if origin.opcode in ("while", "conditional", "call") or (is_argument and enters):
             donated = name == program.entry and is_argument
-            of = "a donated argument" if donated else "what a loop or a branch carries"
+            of = "donated arguments" if donated else "values that a loop or a branch carries"
             copies.setdefault(of, []).append((x, times(loops)))
     for of, copied in copies.items():
         moved = sum(2 * n * x.bytes for x, n in copied)
         if moved > SHARE * total:
-            what = f"{len(copied)} copies of {of}, {size_text(sum(x.bytes for x, _ in copied))} in all"
+            what = f"{len(copied)} copies of {of}, {size_text(sum(x.bytes for x, _ in copied))} in total"
             first = copied[0][0]
             yield Finding("copies-at-boundary", what, search.source(first), sum(n for _, n in copied), moved=moved)
 
@@ -185,22 +185,22 @@ def many_small_collectives(subject: Subject[X]) -> Iterator[Finding]:
     """Reports small exchanges of one type and group that could be merged, within a call or over a loop's iterations."""
     groups = defaultdict[tuple[object, ...], list[tuple[Exchange[X], int]]](list)
     for exchange in subject.exchanges:
-        if not exchange.exact or exchange.size > SMALL or exchange.members == 1 or not subject.could_join(exchange):
+        if not exchange.exact or exchange.size > SMALL or exchange.members == 1 or not subject.could_merge(exchange):
             continue
         count = 1
         for loop in reversed(exchange.loops):
-            if not subject.unused(exchange, loop):
+            if not subject.only_accumulated(exchange, loop):
                 break
             # A loop with an unknown trip count is assumed to run twice.
             count *= 2 if loop.trips is None else loop.trips
-        if count > 1 or exchange.kind not in REDUCING or subject.joins_sums:
-            groups[exchange.kind, *subject.beside(exchange)].append((exchange, count))
+        if count > 1 or exchange.kind not in REDUCING or subject.merges_sums:
+            groups[exchange.kind, *subject.merge_key(exchange)].append((exchange, count))
     for exchanges in groups.values():
         count = sum(n for _, n in exchanges)
         if count >= MANY:
             first = exchanges[0][0]
             size = sum(n * exchange.operand for exchange, n in exchanges)
-            what = f"{count} {first.kind}s {first.over}, {size_text(size)} in all, none of which needs another"
+            what = f"{count} {first.kind}s {first.over}, {size_text(size)} in total, that do not depend on each other"
             yield Finding("many-small-collectives", what, subject.source(first.x), count)
 
 
@@ -221,7 +221,7 @@ def narrow_accumulator(subject: Subject[X]) -> Iterator[Finding]:
         if narrow := list(subject.narrow_sums(loop)):
             counts = Counter(str(shape) for shape, _ in narrow)
             shapes = ", ".join(f"{n} of {shape}" for shape, n in counts.items())
-            what = f"{loop or 'each call'} adds into {shapes}: what is smaller than its last bit is lost"
+            what = f"{loop or 'each call'} accumulates in {shapes}: addends below half of the last bit are lost"
             yield Finding("narrow-accumulator", what, subject.source(narrow[0][1]), len(narrow))
 
 
@@ -231,11 +231,11 @@ def repeated_collective(subject: Subject[X]) -> Iterator[Finding]:
         # Other collectives are inserted by the compiler, out of the user's control.
         if exchange.few or exchange.members == 1 or exchange.kind not in (*REDUCING, "all-gather"):
             continue
-        key, reason = subject.exchanged(exchange), ""
+        key, reason = subject.operand_key(exchange), ""
         if key is not None and key in seen:
-            reason = "of what an earlier one exchanged already"
+            reason = "of operands that an earlier one has already exchanged"
         elif exchange.kind != "reduce-scatter" and subject.is_equal(exchange):
-            reason = "of what an earlier one has made the same on all of them"
+            reason = "of operands that an earlier one has made equal on all of these devices"
         if reason:
             sent = exchange.times * exchange.sent()
             what = f"{exchange} {reason}"

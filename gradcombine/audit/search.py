@@ -58,7 +58,7 @@ class Search(Subject[Instruction]):
     noun = "arrays"
 
     def __init__(self, program: Program, donated: frozenset[int]) -> None:
-        self.program, self.joins_sums = program, not program.for_cpu
+        self.program, self.merges_sums = program, not program.for_cpu
         self.aliased = {alias.parameter for alias in program.aliases}
         self.donated = donated | self.aliased | set(program.donors)
         self.flow = Flow(program)
@@ -204,7 +204,7 @@ class Search(Subject[Instruction]):
             return not takes(*range(1 if opcode == "dynamic-slice" else 2, len(x.operands)))
         return opcode in LINEAR or opcode in REDUCING or self._adds_to(node, nodes)
 
-    def kept(self) -> list[tuple[Instruction, int]]:
+    def discarded(self) -> list[tuple[Instruction, int]]:
         # Selects between a new and an old value of state, by a predicate that depends on counters only.
         flow, kept = self.flow, dict[str, tuple[Instruction, int]]()
         entry = {self.flow.node(self.program.entry, x): i for i, x in enumerate(self.program.parameters)}
@@ -239,16 +239,16 @@ class Search(Subject[Instruction]):
                     kept[f"{origin.computation}/{origin.x.name}/{origin.leaf}"] = (x, x.bytes)
         return list(kept.values())
 
-    def could_join(self, exchange: Exchange[Instruction]) -> bool:
+    def could_merge(self, exchange: Exchange[Instruction]) -> bool:
         is_reported = any(x.exchange is exchange and x.loop is not None for x in self.reduced)
         return exchange.kind != "collective-permute" and not is_reported
 
-    def unused(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
+    def only_accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
         body = loop.operation.called("body")[0]
         reached = self.linear(body, self.flow.leaves(exchange.computation, exchange.x))
         return reached is not None and reached <= self.accumulators(body) | self._stacked(body)
 
-    def beside(self, exchange: Exchange[Instruction]) -> tuple[str, str, int]:
+    def merge_key(self, exchange: Exchange[Instruction]) -> tuple[str, str, int]:
         name = exchange.computation
         nodes = self.flow.leaves(name, exchange.x)
         before = self.flow.reached(nodes, False, lambda _: True, self.inside(name))
@@ -274,7 +274,7 @@ class Search(Subject[Instruction]):
             shapes = [self.flow.places[node].shape for node in self.carried(body)]
             yield from ((shapes[i], loop.operation) for i in sorted(self.accumulators(body)) if shapes[i].is_narrow)
 
-    def exchanged(self, exchange: Exchange[Instruction]) -> object:
+    def operand_key(self, exchange: Exchange[Instruction]) -> object:
         computation, x = self.program.computations[exchange.computation], exchange.x
         origins = tuple(self.program.origin(computation, operand).name for operand in x.operands)
         shapes = tuple(computation[operand].shapes[0].dims for operand in x.operands)

@@ -271,11 +271,11 @@ class Subject(Protocol[X]):
 
     Attributes:
       noun: name for its persistent arrays in messages.
-      joins_sums: whether the compiler or runtime merges independent all-reduces.
+      merges_sums: whether the compiler or runtime merges independent all-reduces.
     """
 
     noun: str
-    joins_sums: bool
+    merges_sums: bool
 
     @cached_property
     def exchanges(self) -> list[Exchange[X]]:
@@ -299,19 +299,19 @@ class Subject(Protocol[X]):
         """Groups of several exchanges whose results are only added to each other."""
         return ()
 
-    def kept(self) -> Sequence[tuple[X, int]]:
+    def discarded(self) -> Sequence[tuple[X, int]]:
         """Operations that always run, but whose result a counter may discard, with the bytes of the result."""
         ...
 
-    def could_join(self, exchange: Exchange[X]) -> bool:
+    def could_merge(self, exchange: Exchange[X]) -> bool:
         """Whether an exchange could be merged with neighbouring ones."""
         ...
 
-    def unused(self, exchange: Exchange[X], loop: Loop[X]) -> bool:
+    def only_accumulated(self, exchange: Exchange[X], loop: Loop[X]) -> bool:
         """Whether the iterations of a loop only accumulate or stack the exchanged values."""
         ...
 
-    def beside(self, exchange: Exchange[X]) -> tuple[Hashable, ...]:
+    def merge_key(self, exchange: Exchange[X]) -> tuple[Hashable, ...]:
         """A key that is equal for exchanges that could be merged: computation, devices, and depth of dependencies."""
         ...
 
@@ -323,7 +323,7 @@ class Subject(Protocol[X]):
         """Accumulators of less than 32 bits, over a loop or (None) over calls, and the operations that add to them."""
         ...
 
-    def exchanged(self, exchange: Exchange[X]) -> Hashable:
+    def operand_key(self, exchange: Exchange[X]) -> Hashable:
         """A key that is equal for exchanges of the same operands over the same devices; None if unknown."""
         ...
 

@@ -1,1 +1,1 @@
-"""The primitives that the algebra needs (`protocol`), how one is chosen (`registry`), and one file a framework."""
+"""Array primitives for algorithms (`protocol`), one implementation per framework, and their lookup (`registry`)."""

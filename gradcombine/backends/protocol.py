@@ -132,8 +132,8 @@ class Backend(ABC):
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         """Reinterprets the bits as another dtype of the same or a smaller width.
 
-        A smaller width appends an axis over the pieces of each element; complex input first appends an axis over the
-        real and the imaginary part.
+        A smaller width appends an axis over the pieces of each element; for complex input these may be two axes, the
+        parts and their pieces.
         """
 
     @abstractmethod
@@ -354,7 +354,7 @@ class Collective:
         return ()
 
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        """Transposes arrays with one row per replica: row ``r`` of a result is this replica's row on rank ``r``."""
+        """Exchanges arrays with one row per replica: row ``r`` of a result is rank ``r``'s row for this replica."""
         return list(arrays)
 
     def reduce_scatter_map(

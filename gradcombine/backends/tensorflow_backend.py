@@ -152,8 +152,7 @@ class TensorflowBackend(Backend):
         if _LOOPED.now:
             return in_loop(function(self, kernel, static, False), arrays)
         shape = max((tuple(array.shape) for array in arrays), key=len)
-        sharded = tf.executing_eagerly() and any("CUSTOM" in array.device for array in arrays)  # by DTensor
-        if math.prod(shape) < _WORTH_COMPILING or sharded or not compiles():
+        if math.prod(shape) < _WORTH_COMPILING or any(map(_is_sharded, arrays)) or not compiles():
             inline = tf.executing_eagerly() or len(arrays) < _WORTH_A_FUNCTION
             return tuple(kernel(self, *static, *arrays)) if inline else self.traced_once(kernel, static, arrays)
         # Flattened, so that all shapes of the same size share a compilation.
@@ -162,8 +161,7 @@ class TensorflowBackend(Backend):
 
     def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         size = arrays[0].shape.num_elements()
-        sharded = tf.executing_eagerly() and "CUSTOM" in arrays[0].device  # by DTensor
-        if size is None or size < _WORTH_COMPILING or sharded or not compiles():
+        if size is None or size < _WORTH_COMPILING or _is_sharded(arrays[0]) or not compiles():
             return tuple(map(tf.reduce_sum, kernel(self, *static, *arrays)))
         return tuple(totals(self, kernel, static)(*(tf.reshape(array, [-1]) for array in arrays)))
 
@@ -176,7 +174,7 @@ class TensorflowBackend(Backend):
     def prefers_joined(self, array: Array) -> bool:
         if not self.owns(array) or math.prod(self.shape(array)) >= _WORTH_COMPILING:
             return False
-        return not (tf.executing_eagerly() and "CUSTOM" in array.device)  # DTensor would gather a sharded array
+        return not _is_sharded(array)  # joining would gather it
 
     def joined(self, function: Callable[..., Tree], *arguments: Tree) -> Tree:
         before, _LOOPED.now = _LOOPED.now, not (tf.executing_eagerly() or in_plain_graph())
@@ -348,6 +346,11 @@ def unguarded() -> Iterator[None]:
 def in_plain_graph() -> bool:
     """Whether a graph is being traced for TensorFlow's executor: neither eager nor for XLA."""
     return not tf.executing_eagerly() and tf.__internal__.get_enclosing_xla_context() is None
+
+
+def _is_sharded(array: Array) -> bool:
+    """Whether an eager tensor is a DTensor."""
+    return tf.executing_eagerly() and "CUSTOM" in array.device
 
 
 def _in_order(result: Array) -> Array:

@@ -100,7 +100,7 @@ def _position(step: Array, old: int, new: int, full: bool) -> Array:
     flushed = backend.asarray(step) == MOST  # a window without a length, which was flushed
     if backend.concrete(flushed):
         return step
-    # Written so that no product overflows before ``step * old / new`` would.
+    # Not ``step * old // new``, whose product may overflow.
     scaled = step // new * old + (step % new * old + (new - 1 if full else 0)) // new
     return scaled if backend.concrete(step) is not None else backend.where(flushed, step, scaled)
 

@@ -1,1 +1,1 @@
-"""Exchanges in a TensorFlow graph, as far as they can be read without running it."""
+"""Audits TensorFlow graphs, as far as they can be read without running them."""

@@ -28,7 +28,7 @@ from gradcombine.audit.tensorflow.values import LINEAR, OF_FIRST, SELECTS, Value
 class Graph(Values, Subject[Operation]):
     """Queries of rules and reports for a graph; arguments as for `Inlined`."""
 
-    noun, joins_sums = "variables", True
+    noun, merges_sums = "variables", True
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -90,15 +90,15 @@ class Graph(Values, Subject[Operation]):
     def unrolled(self) -> list[list[Exchange[Operation]]]:
         by_sum = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)
         for exchange in self._reducing():
-            if self.could_join(exchange):
+            if self.could_merge(exchange):
                 for part in self.parts(exchange.x):
                     for last in self.sums_of(part)[-1:]:
                         by_sum[self.key(exchange.x), last][exchange.x] = exchange
         groups = {tuple(group): list(group.values()) for group in by_sum.values() if len(group) > 1}
         return list(groups.values())
 
-    def kept(self) -> list[tuple[Operation, int]]:
-        # Writes of one device's variables that a counter makes a write of the old value.
+    def discarded(self) -> list[tuple[Operation, int]]:
+        # Writes of one device's variables for which a counter chooses between a new value and the old one.
         writes = list[tuple[Operation, int]]()
         for x in self.operations:
             array = self.arrays[x.inputs[1]] if x.op in WRITES else None
@@ -114,17 +114,17 @@ class Graph(Values, Subject[Operation]):
         first = min((x.device for x, _ in writes), default="")
         return [(x, size) for x, size in writes if x.device == first]
 
-    def could_join(self, exchange: Exchange[Operation]) -> bool:
+    def could_merge(self, exchange: Exchange[Operation]) -> bool:
         return all(x.exchange is not exchange for x in self.reduced)
 
-    def unused(self, exchange: Exchange[Operation], loop: Loop[Operation]) -> bool:
+    def only_accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation]) -> bool:
         assert isinstance(loop, GraphLoop)
         sums = self.sums(exchange.x.outputs, loop)
         if sums is None or not all(self._adds_only(i, loop) for i in sums.carried):
             return False
         return all(self._adds_to(handle, loop) for handle in sums.variables)
 
-    def beside(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
+    def merge_key(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
         outputs = {v for other in self.exchanges for v in other.x.outputs}
         return exchange.x.site, self.key(exchange.x), len(self.closure(self.collective_inputs(exchange.x)) & outputs)
 
@@ -145,7 +145,7 @@ class Graph(Values, Subject[Operation]):
             if shape.is_narrow and x.device == first and self._adds_to(handle, loop):
                 yield shape, x if loop is None else loop.operation
 
-    def exchanged(self, exchange: Exchange[Operation]) -> object:
+    def operand_key(self, exchange: Exchange[Operation]) -> object:
         origins = tuple(tuple(self.origins(v)) for v in self.collective_inputs(exchange.x))
         return (exchange.kind, self.key(exchange.x), origins) if all(len(x) == 1 for x in origins) else None
 
@@ -193,7 +193,7 @@ class Graph(Values, Subject[Operation]):
         sums = self.sums([loop.carried[index]], loop)
         return sums is not None and sums.added and sums.carried == {index} and not sums.variables
 
-    def _adds_to(self, handle: Value, loop: GraphLoop | None, beside: Operation | None = None) -> bool:
+    def _adds_to(self, handle: Value, loop: GraphLoop | None, collective: Operation | None = None) -> bool:
         """Whether each iteration, or each call, only adds to a variable.
 
         A variable that accumulates over calls must be read and cleared in a branch.
@@ -202,11 +202,11 @@ class Graph(Values, Subject[Operation]):
         producer = self.producers.get(handle)
         if loop is not None and producer is not None and loop in producer.site.loops:
             return False
-        around = set(beside.site.branches if beside is not None else ())
-        always = [x for x in inside if set(x.site.branches) <= around]
+        outer = set(collective.site.branches if collective is not None else ())
+        always = [x for x in inside if set(x.site.branches) <= outer]
         reads = [x for x in always if x.op == "ReadVariableOp" and not (loop is None and self._is_for_branches(x))]
         cleared = [x for x in inside if x.op == "AssignVariableOp" and self._clears(x, handle)] if loop is None else []
-        if loop is None and not (cleared and self._is_read_in_branch(inside, around)):
+        if loop is None and not (cleared and self._is_read_in_branch(inside, outer)):
             return False
         added, through = any(x.op in ("AssignAddVariableOp", "AssignSubVariableOp") for x in inside), set[Value]()
         for x in reads:
@@ -223,24 +223,24 @@ class Graph(Values, Subject[Operation]):
 
     def _is_for_branches(self, read: Operation) -> bool:
         """Whether the value of a read is used only in branches."""
-        around = set(read.site.branches)
+        outer = set(read.site.branches)
 
-        def beside(v: Value) -> list[Operation]:
-            return [x for x in self.uses.get(v, ()) if set(x.site.branches) <= around]
+        def users(v: Value) -> list[Operation]:
+            return [x for x in self.uses.get(v, ()) if set(x.site.branches) <= outer]
 
         def onward(v: Value) -> Iterator[Value]:
             yield from self.targets.get(v, ())
-            yield from (after for x in beside(v) for after in x.outputs)
+            yield from (after for x in users(v) for after in x.outputs)
 
-        used = walk(read.outputs, onward)
-        return not used & self.escaping and all(x.op == "Identity" for v in used for x in beside(v))
+        values = walk(read.outputs, onward)
+        return not values & self.escaping and all(x.op == "Identity" for v in values for x in users(v))
 
-    def _is_read_in_branch(self, touching: Iterable[Operation], around: set[tuple[int, int]]) -> bool:
-        def used(x: Operation) -> bool:
+    def _is_read_in_branch(self, touching: Iterable[Operation], outer: set[tuple[int, int]]) -> bool:
+        def is_used(x: Operation) -> bool:
             return any(self.uses.get(v) or self.targets.get(v) for v in x.outputs)
 
-        reads = [x for x in touching if x.op == "ReadVariableOp" and used(x)]
-        return any(not set(x.site.branches) <= around or self._is_for_branches(x) for x in reads)
+        reads = [x for x in touching if x.op == "ReadVariableOp" and is_used(x)]
+        return any(not set(x.site.branches) <= outer or self._is_for_branches(x) for x in reads)
 
     def _clears(self, x: Operation, handle: Value) -> bool:
         """Whether a write in a branch replaces a variable's value by one that does not depend on it."""

@@ -271,9 +271,9 @@ class Inlined:
                 arguments = [self._argument(a) for a in self._library[name].signature.input_arg]
                 self.escaping.update(self._call(x, name, arguments, loop))
             if x.op in PYTHON:
-                self.notes[f"what Python does in {x.op}"] = None
+                self.notes[f"the Python code in {x.op}"] = None
             if x.op in BEFORE_LAYOUTS:
-                self.notes["what DTensor makes of layouts when it runs"] = None
+                self.notes["the collectives that DTensor adds at run time"] = None
             return False
         return True
 
@@ -305,7 +305,7 @@ class Inlined:
         if name in caller.callers:
             raise invalid("a graph without recursive functions", name)
         if "_XlaMustCompile" in function.attr and function.attr["_XlaMustCompile"].b:
-            self.notes[f"what XLA makes of {name}: audit that tf.function by itself"] = None
+            self.notes[f"the code that XLA compiles for {name}: audit that tf.function separately"] = None
         loops = (*caller.loops, loop) if loop else caller.loops
         branches = (*caller.branches, branch) if branch else caller.branches
         site = Site(name, loops, branches, x.device, (*caller.callers, name))

@@ -231,16 +231,16 @@ class Values(Inlined):
 
         Constants may differ between the devices of a graph, so the computations of all devices are compared.
         """
-        hashes = {tuple(self._hash(v, exchanged, {}) for v in self.collective_inputs(y)) for y in self._beside(x)}
+        hashes = {tuple(self._hash(v, exchanged, {}) for v in self.collective_inputs(y)) for y in self._peers(x)}
         return len(hashes) == 1 and all(number is not None for inputs in hashes for number in inputs)
 
     def made_equal(self, x: Operation) -> set[Value]:
         """Results of other collectives over the same devices that are equal on all of them."""
-        key, beside = self.key(x), self._beside(x)
+        key, peers = self.key(x), self._peers(x)
         others = (y for y in self.operations if COLLECTIVES.get(y.op) in ("all-reduce", "all-gather"))
-        return {v for y in others if y not in beside and self.key(y) == key for v in y.outputs}
+        return {v for y in others if y not in peers and self.key(y) == key for v in y.outputs}
 
-    def _beside(self, x: Operation) -> list[Operation]:
+    def _peers(self, x: Operation) -> list[Operation]:
         """The operations that execute a collective together, one per device."""
         by_device = dict[str, list[Operation]]()
         for y in self.operations:

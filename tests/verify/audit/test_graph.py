@@ -361,7 +361,7 @@ def test_what_cannot_be_read_is_said() -> None:
     found = audit(step, X)
     notes = " ".join(found.unread)
     assert found.undecided == list(RULES)
-    assert "what Python does in PyFunc" in notes and "what XLA makes of __inference_" in notes
+    assert "the Python code in PyFunc" in notes and "XLA compiles for __inference_" in notes
 
 
 def test_a_function_that_xla_compiles_is_read_as_compiled() -> None:

@@ -70,6 +70,6 @@ def test_hlo_that_does_not_tell_how_arguments_are_split(tmp_path: Path) -> None:
     text = re.sub(r", sharding=\{.*?\}(?=,|$| )", "", compiled.as_text())
     (tmp_path / "step.txt").write_text(text)
     (report,) = audit_file(tmp_path / "step.txt")
-    assert "how arguments are split, and so what devices repeat" in report.unread
+    assert "how arguments are sharded, and hence which work devices repeat" in report.unread
     assert "repeated-work" not in {x.name for x in report.findings}
     assert "repeated-work" in {x.name for x in find(Program(text, shardings=shardings(compiled)), ())}

@@ -96,7 +96,7 @@ def test_a_page_needs_nothing_beside_it(step: Audit, tmp_path: Path) -> None:
     for link in re.findall(r'href="#([^"]*)"', text):
         assert f'id="{link}"' in text
     assert text.count('<a href="#reduced-in-loop">') == 1
-    assert "<em>Gradients are reduced in each microbatch and not once a window.</em>" in text
+    assert "<em>Gradients are reduced in each microbatch instead of once per window.</em>" in text
     assert text.count("<path ") == 3 and ">x 5</text>" in text and "prefers-color-scheme: dark" in text
 
 
