@@ -142,7 +142,7 @@ def weighted(backend: Backend, x: Array, weight: Weight, running: np.dtype) -> A
     """``weight * x``, rounded once in at least float32.
 
     Raises:
-      GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
+      GradCombineError: for an integer leaf and a weight that is not known to be integral.
     """
     return x if weight.known == 1 else scaled(backend, x, factor(backend, weight, running), running)
 

@@ -61,7 +61,7 @@ class Errors(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Which side of a leaf is off.
+    """The errors of both sides of a leaf, and a verdict on which of them is off.
 
     Attributes:
       name: the leaf's name.
