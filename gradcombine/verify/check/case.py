@@ -111,8 +111,9 @@ def accounts_for(
       leaves: indices of the leaves that it predicts; None: all.
       tolerance: largest distance from the result, in multiples of the rounding bound.
     """
-    nearest, furthest = distances(standard, case, predicted, terms, leaves)
-    return bool(nearest <= max(tolerance, case.unexplained * furthest) and furthest >= 4 * nearest and furthest > 1)
+    prediction, one_batch = distances(standard, case, predicted, terms, leaves)
+    within = prediction <= max(tolerance, case.unexplained * one_batch)
+    return bool(within and one_batch >= 4 * prediction and one_batch > 1)
 
 
 def distances(

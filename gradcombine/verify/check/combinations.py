@@ -79,11 +79,11 @@ def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tupl
     """Yields the weights of the units under known defects."""
     k, devices = split
     n = standard.examples
-    counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")]
-    counts += [(n, "examples"), *((total, "tokens") for total in standard.totals)]
+    counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches on all devices")]
+    counts += [(n, "examples"), *((total, "tokens") for total in standard.token_totals)]
     for count, name in counts:
         if count > 1:
-            yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
+            yield Cause.SUM, f"{count:g} times the mean; there are {count:g} {name}", c * count
             yield Cause.SCALED, f"by 1 / {count:g}: also {BY_NUMBER} {name}", c / count
     for padded in {n + (-n % k), n + (-n % (k * devices))} - {n}:
         yield Cause.PLACEHOLDERS, f"the last microbatch is padded with {padded - n} rows", c * n / padded
@@ -125,7 +125,7 @@ def _combinations(standard: StepStandard, case: Case, c: np.ndarray) -> Iterator
     if abs(factor - 1) > EPSILON:
         yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided, k, devices = _shares_in(standard, case.split), *case.split
-    x = standard.fitted(case.result, case.split, case.wide, case.among(standard.combination[1]))
+    x = standard.fit_units(case.result, case.split, case.wide, case.among(standard.combination[1]))
     if x is not None:
         yield from _levels(standard, case, c, x, divided)
         return

@@ -125,7 +125,6 @@ def require_right(standard: StepStandard, terms: Terms) -> None:
 
 
 def are_right(standard: StepStandard, terms: Terms) -> bool:
-    """Whether the terms add up to the gradient of one batch."""
     try:
         return bool(_compared(standard, terms)[1].max() <= 1)
     except GradCombineError:  # gradients of other shapes

@@ -75,7 +75,8 @@ def narrow(standard: StepStandard, case: Case) -> Iterator[Answer]:
     columns = [x.floats for x in standard.columns() if x is not None]
     if second is None or len(columns) < len(standard.units()):
         return
-    c = np.full(len(columns), 1 / len(columns)) if standard.likely is None else np.abs(standard.likely)
+    weights = standard.estimated_weights
+    c = np.full(len(columns), 1 / len(columns)) if weights is None else np.abs(weights)
     sizes = flat(combined(c, [[np.abs(x) for x in floats] for floats in columns]))
     one = standard.best.floats
     allowed = flat(standard.resolution(one))

@@ -219,7 +219,7 @@ def _microbatches(standard: StepStandard, case: Case, copied: bool = True) -> It
             continue
         floats = [part.floats for part in parts if part is not None]
         candidates = weights_of(standard, pieces)
-        fitted = standard.nearest(case.result.floats, floats, case.wide, case.leaves)
+        fitted = standard.fit(case.result.floats, floats, case.wide, case.leaves)
         if fitted is not None and abs(fitted.sum() - 1) < SAME:
             candidates.append(fitted / fitted.sum())
         candidates.append(np.ones(len(pieces)))
@@ -278,7 +278,7 @@ def _before_update(standard: StepStandard, case: Case) -> Iterator[Located]:
         native = inner.subject.divided(case.split, inner.subject.batch)
         loss_terms = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
         cause, detail, line = explain(inner, case_of(inner, case.split, native, loss_terms))
-        standard.reached = True
+        standard.gradient_examined = True
         if cause is not Cause.UNEXPLAINED:
             yield cause, f"{detail}; in the gradient that reaches the optimizer", line
             return
@@ -307,7 +307,6 @@ CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, 
 
 
 def _is_scaled(one: np.ndarray, divided: np.ndarray) -> bool:
-    """Whether one gradient is the other one times a factor."""
     factor = float(one @ divided) / max(float(one @ one), 1e-300)
     return float(np.linalg.norm(divided - factor * one)) <= HIDDEN * float(np.linalg.norm(divided))
 
@@ -321,7 +320,7 @@ MOST_ROWS = 256
 def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Runs the full step on batches with repeated or missing examples, for Adam or clipping of the mean."""
     n = standard.examples
-    if standard.reached or not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+    if standard.gradient_examined or not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
         return  # explained by the gradient, at a lower cost: each number of rows needs a compilation
     examples = np.arange(n)
     for cause, detail, repeats in chain(_as_means(standard, case), _as_lost(n, case)):
@@ -330,7 +329,7 @@ def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
         rows = np.repeat(examples, repeats.astype(int))
         result = standard.one(rows.tolist())
         if result is not None and accounts_for(standard, case, result.floats, 1):
-            yield cause, f"{detail}: confirmed by one batch of {len(rows)} rows with the same weights"
+            yield cause, f"{detail}; confirmed by one batch of {len(rows)} rows with these weights"
             return
 
 

@@ -202,14 +202,10 @@ Dependencies: TypeAlias = tuple[int, ...] | None
 """Indices of the recorded values that a value is computed from; None if it does not depend on examples."""
 
 Tracked: TypeAlias = tuple[Any, Dependencies]
+OnValue: TypeAlias = Callable[[str, Any, Dependencies], Tracked]
 
 
-def _evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    arguments: Sequence[Tracked],
-    on_value: Callable[[str, Any, Dependencies], Tracked],
-) -> list[Tracked]:
+def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Tracked], on_value: OnValue) -> list[Tracked]:
     """Evaluates a program; ``on_value`` may replace the result of each operation. Inlines jitted functions."""
     inputs = [*((x, None) for x in consts), *arguments]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))

@@ -75,11 +75,7 @@ class KerasRun:
         return Outcome(moved, counted, reached if calls else None, changed)
 
     def _apply(self, tensors: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
-        """Applies a gradient.
-
-        Returns:
-          Whether the parameters move, the growth of the schedule's count, whether they move differently from the copy.
-        """
+        """Returns whether the parameters move, how much the count grows, and whether the copy moves differently."""
         assert self._tested is not None and self._copy is not None
         before = [x.numpy() for x in self._params]
         rates = [float(x.learning_rate) if calls else 0.0 for x in (self._tested, self._copy)]
@@ -103,7 +99,6 @@ class KerasRun:
 
 
 def _fresh(optimizer: Any) -> Any:
-    """Returns an optimizer with the same configuration and a new state."""
     return type(optimizer).from_config(optimizer.get_config())
 
 

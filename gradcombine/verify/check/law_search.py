@@ -54,8 +54,6 @@ class Stretch(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Inputs of a law."""
-
     stretch: Stretch
     terms: Terms
 

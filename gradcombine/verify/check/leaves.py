@@ -29,7 +29,7 @@ def examples(batch: Tree) -> int:
     leaves, structure = flattened(batch)
     first: tuple[str, int] | None = None
     for path, leaf in zip(structure.paths(), leaves, strict=True):
-        shape = shape_of(leaf) if is_there(leaf) else ()
+        shape = shape_of(leaf) if is_present(leaf) else ()
         if not shape:
             continue
         if first and shape[0] != first[1]:
@@ -75,7 +75,7 @@ def copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None)
     if _is_key(x):
         random = sys.modules["jax"].random
         return random.wrap_key_data(array_of(x).copy(), impl=random.key_impl(x))
-    if not is_there(x) or not _is_array(x):
+    if not is_present(x) or not _is_array(x):
         return x
     array = array_of(x)
     if not is_float_dtype(array.dtype):
@@ -101,7 +101,7 @@ def are_counts(x: Any) -> bool:
 
 
 def is_float(x: Any) -> bool:
-    return is_there(x) and _is_array(x) and is_float_dtype(dtype_of(x))
+    return is_present(x) and _is_array(x) and is_float_dtype(dtype_of(x))
 
 
 def is_float_dtype(dtype: np.dtype) -> bool:
@@ -126,7 +126,6 @@ def _is_sparse(x: Any) -> bool:
 
 
 def is_torch(x: Any) -> bool:
-    """Whether a node is a PyTorch tensor, module or optimizer."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
 
@@ -138,7 +137,7 @@ def _is_static(x: Any) -> bool:
     return callable(x) and owner(x) is None and all(backend.split(x) is None for backend in loaded())
 
 
-def is_there(x: Any) -> bool:
+def is_present(x: Any) -> bool:
     """Whether a leaf is an array or a number."""
     return not _is_static(x) and not is_absent(x)
 
@@ -156,6 +155,6 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 
 def taken(x: Any, rows: np.ndarray) -> Any:
-    if not is_there(x) or not shape_of(x):
+    if not is_present(x) or not shape_of(x):
         return x
     return x[rows] if _is_key(x) else as_framework_of(array_of(x)[rows], x)

@@ -41,7 +41,7 @@ def line_of(cause: Cause, detail: str, subject: Subject, split: Split) -> str:
         lines = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
         lines = set(_narrow_sums(_program(subject, split), shapes))
-    return in_words(*lines.pop()) if len(lines) == 1 else ""
+    return format_line(*lines.pop()) if len(lines) == 1 else ""
 
 
 def dividing(subject: Subject, split: Split, terms: Sequence[Floats]) -> str:
@@ -70,14 +70,14 @@ def dividing(subject: Subject, split: Split, terms: Sequence[Floats]) -> str:
                 if a > 0.5:
                     of_term.append(line)
     chosen = [[x for x in of_term if x in computed] or of_term for of_term in lines_of]
-    return " and ".join(dict.fromkeys(in_words(*x[0]) for x in chosen)) if {*map(len, chosen)} == {1} else ""
+    return " and ".join(dict.fromkeys(format_line(*x[0]) for x in chosen)) if {*map(len, chosen)} == {1} else ""
 
 
 STEP = 2.0**-20
 """Relative change of a divisor."""
 
 
-def in_words(file: str, line: int) -> str:
+def format_line(file: str, line: int) -> str:
     """Formats a line as "file:line", relative to the working directory if possible."""
     path = Path(file).resolve()
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"

@@ -45,10 +45,10 @@ class StepStandard(Standard):
       unit: the unit roundoff.
       draws: whether the step may draw random numbers.
       noise: the measured rounding noise of each leaf.
-      reached: whether the gradient that reaches an optimizer has been examined.
+      gradient_examined: whether the gradient that reaches an optimizer has been examined.
     """
 
-    reached = False
+    gradient_examined = False
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         super().__init__(subject)

@@ -94,26 +94,26 @@ def _checked(
     arguments: Callable[[Any, bool], Mapping[str, Any]],
     partial: bool,
 ) -> StepReport:
-    first, then, runs, coefficients = list[Fault](), list[Fault](), list[StepRun](), dict[int, list[Leaves]]()
+    within, across, runs, coefficients = list[Fault](), list[Fault](), list[StepRun](), dict[int, list[Leaves]]()
     for split in splits:
         parts = _parts(batch, split.microbatches)
         gradients = [leaves(training.gradient(params, part)) for part in parts]
         if not all(np.isfinite(x).all() for row in gradients for x in row if x is not None):
             raise invalid("finite gradients", "NaN or infinity")
         windows = Windows(training, params, gradients, lambda i, last, parts=parts: arguments(parts[i], last), partial)
-        faults = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.first()]
-        first += faults
+        faults = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.within_windows()]
+        within += faults
         runs.append(StepRun(f"the accumulator with {split}", windows.share, None, None, ""))
         if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in faults):
             coefficients[split.microbatches] = windows.coefficients
-            then += [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.then()]
+            across += [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.across_windows()]
     report = StepReport((), (), "")
     if coefficients:
         ones = [[None if x is None else np.ones((), np.float32) for x in leaves(training.gradient(params, batch))]]
         make_step = _step_of(training, {1: ones} | coefficients)
         report = checked(make_step, params, batch, {"microbatches": [*coefficients], "reverse": False})
     by_cause = dict[Cause, Fault]()
-    for fault in (*first, *report.faults, *then):
+    for fault in (*within, *report.faults, *across):
         by_cause.setdefault(fault.cause, fault._replace(line=""))  # lines are those of _step_of
     not_asked = () if partial else ("partial windows",)
     return report._replace(faults=tuple(by_cause.values()), runs=(*report.runs, *runs), not_asked=not_asked)
@@ -154,7 +154,6 @@ def _parts(batch: Tree, microbatches: int) -> list[Tree]:
 
 
 def _training(loss: Any, inner: Any, accumulating: Any) -> Training:
-    """Returns the adapter for the optimizer's framework."""
     keras, optax = sys.modules.get("keras"), sys.modules.get("optax")
     if keras is not None and isinstance(inner, keras.optimizers.Optimizer):
         return importlib.import_module("gradcombine.verify.check.keras_windows").KerasTraining(

@@ -140,7 +140,7 @@ def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
                 and all(means[i] <= 1 for i in case.among(leaves) if i not in moving)
                 and accounts_for(standard, case, predicted, len(pieces), leaves)
             ):
-                yield Cause.ADVANCED, f"{standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
+                yield Cause.ADVANCED, f"leaf {standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
                 return
 
 
@@ -165,7 +165,7 @@ def averaged(standard: StepStandard, case: Case, by_all: bool) -> Iterator[Answe
                 continue
             predicted = [np.sum([x[i] for x in results], axis=0) if i in moving else x for i, x in enumerate(one)]
             if accounts_for(standard, case, predicted, len(pieces), moving):
-                yield Cause.ADVANCED, f"{standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
+                yield Cause.ADVANCED, f"leaf {standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
                 return
 
 

@@ -131,8 +131,8 @@ def _evaluate(
             operands[1] = operands[1] * DIVISORS.get()(operation)
         rule = _RULES.get(name, _bind)
         with operation.ctx.manager:
-            if rule is _call:
-                results, result_origins = _inner(operation)(operands, operand_origins)
+            if name in (*CALLS, *CUSTOM_CALLS):
+                results, result_origins = _call(operation, operands, operand_origins)
             else:
                 origin = Origin.DRAWN if name.startswith(DRAWS) else max(operand_origins, default=Origin.CONSTANT)
                 drawn = rule is _bind and origin is Origin.DRAWN and bool(operation.outvars)
@@ -147,12 +147,16 @@ DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
 """Prefixes of primitives that draw random numbers."""
 
 
-def _inner(operation: Any) -> Callable[[Arrays, Sequence[Origin]], tuple[list[Any], list[Origin]]]:
-    """Returns the program that an operation calls, as a function."""
+CALLS = "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "composite"
+CUSTOM_CALLS = "custom_jvp_call", "custom_vjp_call"
+"""Primitives that call an inner program."""
+
+
+def _call(operation: Any, arguments: Arrays, origins: Sequence[Origin]) -> tuple[list[Any], list[Origin]]:
     params = operation.params
     program = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     consts = [_widened(x) for x in getattr(program, "consts", ())]
-    return lambda arguments, origins: _evaluate(getattr(program, "jaxpr", program), consts, arguments, origins)
+    return _evaluate(getattr(program, "jaxpr", program), consts, arguments, origins)
 
 
 def _closed(program: Any) -> Callable[..., list[Any]]:
@@ -201,10 +205,6 @@ def _cast(operation: Any, arguments: Arrays) -> Arrays:
     """Drops casts between floats; casts to integers round as in native precision."""
     to_float = _kind(operation.params["new_dtype"]) != "integer"
     return (_bind if to_float else _bind_native)(operation, arguments)
-
-
-def _call(operation: Any, arguments: Arrays) -> Arrays:
-    return _inner(operation)(arguments, ())[0]
 
 
 def _scan(operation: Any, arguments: Arrays) -> Arrays:
@@ -268,20 +268,6 @@ _RULES: dict[str, Callable[[Any, Arrays], Arrays]] = {
     "cond": _cond,
     "shard_map": _shard_map,
     **dict.fromkeys(("bitcast_convert_type", "random_gamma", "rng_uniform"), _bind_native),
-    **dict.fromkeys(
-        (
-            "jit",
-            "pjit",
-            "closed_call",
-            "core_call",
-            "checkpoint",
-            "remat2",
-            "composite",
-            "custom_jvp_call",
-            "custom_vjp_call",
-        ),
-        _call,
-    ),
 }
 
 _OF_VALUES = _bind, _cast, _bind_native

@@ -25,7 +25,7 @@ from gradcombine.verify.check.leaves import (
     flattened,
     is_float,
     is_float_dtype,
-    is_there,
+    is_present,
     shape_of,
     taken,
     widened,
@@ -97,7 +97,6 @@ class Subject:
 
     @property
     def examples(self) -> int:
-        """Number of examples in the batch."""
         return examples(self.batch)
 
     def on(self, batch: Tree) -> Subject:
@@ -169,7 +168,7 @@ class Subject:
     ) -> list[np.ndarray]:
         """Calls another function of parameters and batch; returns its float leaves in float64."""
         leaves = flattened(self.call(function, batch, wide, noise)[0])[0]
-        arrays = [array_of(x) for x in leaves if is_there(x)]
+        arrays = [array_of(x) for x in leaves if is_present(x)]
         return [as_floats(x) for x in arrays if is_float_dtype(x.dtype)]
 
     def call(
@@ -275,7 +274,7 @@ class Subject:
 
     def arrays(self) -> list[np.ndarray]:
         """Returns the leaves of the batch that have a row for each example."""
-        return [array_of(x) for x in flattened(self.batch)[0] if is_there(x) and shape_of(x)]
+        return [array_of(x) for x in flattened(self.batch)[0] if is_present(x) and shape_of(x)]
 
     def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
         """Yields, for each leaf, the batch with that leaf's ``row`` replaced by its row ``other``."""
@@ -295,7 +294,7 @@ class Subject:
     def _result(self, value: Tree, before: Sequence[np.ndarray]) -> Result:
         leaves, structure = flattened(value)
         self._check_structure(value, structure)
-        present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_there(x)]
+        present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_present(x)]
         floats = [(i, x) for i, x in present if is_float_dtype(x.dtype)]
         if not floats:
             raise invalid("a step that returns float arrays", f"{len(leaves)} leaves, none of them float arrays")
@@ -350,7 +349,7 @@ class Program(NamedTuple):
     @classmethod
     def of(cls, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> Program:
         """Traces a function on these leaves."""
-        array_inputs = [i for i, x in enumerate(leaves) if is_there(x) and not isinstance(x, NUMBERS)]
+        array_inputs = [i for i, x in enumerate(leaves) if is_present(x) and not isinstance(x, NUMBERS)]
         traced: list[tuple[list[int], list[Any], tree.Structure]] = []
 
         def run(arrays: list[Any]) -> list[Any]:
@@ -358,14 +357,13 @@ class Program(NamedTuple):
             for i, x in zip(array_inputs, arrays, strict=True):
                 arguments[i] = x
             results, structure = flattened(function(arguments))
-            outputs = [i for i, x in enumerate(results) if is_there(x)]
+            outputs = [i for i, x in enumerate(results) if is_present(x)]
             traced.append((outputs, [None if i in outputs else x for i, x in enumerate(results)], structure))
             return [results[i] for i in outputs]
 
         return cls(Retyped(run, [leaves[i] for i in array_inputs]), array_inputs, *traced[0])
 
     def __call__(self, leaves: Sequence[Any]) -> Tree:
-        """Runs the program in float64 on other leaves of the same shapes."""
         return self.result(self.retyped([leaves[i] for i in self.array_inputs]))
 
     def result(self, arrays: Sequence[Any]) -> Tree:

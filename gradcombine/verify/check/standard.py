@@ -119,7 +119,6 @@ class Standard(ABC):
         return [tuple(x.tolist()) for x in np.array_split(np.arange(n), min(n, EACH))]
 
     def columns(self) -> list[Result | None]:
-        """Returns the results of one batch of each unit."""
         return [self.repeated(rows) for rows in self.units()]
 
     @cached_property
@@ -140,14 +139,14 @@ class Standard(ABC):
         """Yields candidate weights of the units in one batch, and the leaves that must be a mean with these weights."""
         one, wide = self.best.floats, self.wide is not None
         for leaves in [every, *([i] for i in sorted(every, key=lambda i: -one[i].size))]:
-            c = self._solved(one, leaves, wide)
+            c = self._fit_weights(one, leaves, wide)
             if c is not None and abs(c.sum() - 1) <= SAME:
                 yield c, leaves
         for counts in self.counts():
             if counts.min() >= 0 and counts.any():
                 c = np.array([counts[list(rows)].sum() for rows in self.units()]) / counts.sum()
                 yield c, every
-        c = self._solved(one, every, wide, elsewhere=True)
+        c = self._fit_weights(one, every, wide, elsewhere=True)
         if c is not None and abs(c.sum() - 1) <= SAME:
             yield c, every
 
@@ -169,20 +168,20 @@ class Standard(ABC):
     @cached_property
     def total(self) -> float | None:
         """The sum of the units' weights in one batch; None if it is no linear combination of them."""
-        c = self._solved(self.best.floats, range(len(self.best.floats)), self.wide is not None)
+        c = self._fit_weights(self.best.floats, range(len(self.best.floats)), self.wide is not None)
         return float(c.sum()) if c is not None and self._shares_from(c).max() <= 1 else None
 
     @property
     def weights(self) -> np.ndarray | None:
         return self.combination[0]
 
-    def fitted(
+    def fit_units(
         self, result: Result, split: Split, wide: bool, leaves: Sequence[int] | None = None
     ) -> np.ndarray | None:
         """Fits the weights of the units in a division's result by least squares over leaves (None: all means)."""
         leaves = self.combination[1] if leaves is None else leaves
-        x = self._solved(result.floats, leaves, wide)
-        return self._solved(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
+        x = self._fit_weights(result.floats, leaves, wide)
+        return self._fit_weights(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
 
     def _shares_from(self, weights: np.ndarray) -> np.ndarray:
         """Returns the distance of one batch from the units combined with these weights, over the bound."""
@@ -193,22 +192,22 @@ class Standard(ABC):
         return self.shares(self.best.floats, combined, self.wide is not None, 2 + float(np.abs(weights).sum()))
 
     @cached_property
-    def likely(self) -> np.ndarray | None:
+    def estimated_weights(self) -> np.ndarray | None:
         """The weights, or the least-squares estimate if rounding leaves them open: for hypotheses that are verified."""
         if self.weights is not None:
             return self.weights
-        return self._solved(self.best.floats, range(len(self.best.floats)), self.wide is not None, certain=0)
+        return self._fit_weights(self.best.floats, range(len(self.best.floats)), self.wide is not None, certain=0)
 
     @property
-    def totals(self) -> list[float]:
+    def token_totals(self) -> list[float]:
         """Plausible total token counts: the smallest numbers whose products with all weights are integers."""
-        if self.likely is None:
+        if self.estimated_weights is None:
             return []
         totals = np.arange(1, 2049)
-        parts = totals[:, None] * self.likely
+        parts = totals[:, None] * self.estimated_weights
         return [float(x) for x in totals[np.abs(parts - np.round(parts)).max(axis=1) < 0.02][:3]]
 
-    def _solved(
+    def _fit_weights(
         self,
         floats: Floats,
         leaves: Sequence[int],
@@ -219,7 +218,7 @@ class Standard(ABC):
     ) -> np.ndarray | None:
         """Returns the coefficients of the units that fit a result best; None if rounding leaves them open."""
         stacked, terms, nonzero = self._system(floats, leaves, wide, split, elsewhere)
-        coefficients = self.nearest(stacked, terms, wide, leaves, certain)
+        coefficients = self.fit(stacked, terms, wide, leaves, certain)
         if coefficients is None:
             return None
         weights = np.zeros(len(self.units()))
@@ -248,7 +247,7 @@ class Standard(ABC):
         terms = [[np.stack(x) for x in zip(*term, strict=True)] for term in zip(*(x for _, x in points), strict=True)]
         return stacked, terms, list(nonzero)
 
-    def nearest(
+    def fit(
         self,
         floats: Floats,
         terms: Sequence[Floats],
@@ -281,7 +280,6 @@ def rms(x: np.ndarray) -> float:
 
 
 def flat(floats: Floats) -> np.ndarray:
-    """Concatenates all elements as float64."""
     return np.concatenate([x.ravel() for x in floats] or [np.zeros(0)]).astype(np.float64)
 
 

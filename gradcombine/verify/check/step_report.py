@@ -24,7 +24,7 @@ class Cause(StrEnum):
     MOVED = "the parameters move within a window, for example by weight decay outside of the accumulation"
     COUNTED = "the inner optimizer counts microbatches, so schedules and bias corrections advance too fast"
     PRECISION = "the dtype of the accumulator is too narrow"
-    WINDOW = "the optimizer does not run at the end of a window"
+    WINDOW = "the optimizer does not run exactly at the end of a window"
     PARTIAL_DROPPED = "a partial window is dropped"
     LEAKS = "a window leaks into the next one"
     PARTIAL_SCALED = "a partial window is divided by the length of a full one"

@@ -113,7 +113,7 @@ class Windows:
         scaled = [first[:length] * rng.uniform(0.5, 1, (length, first.shape[1])) for length in lengths]
         self._rows = [first, *(np.stack([flat(self._leaves(x)) for x in window]) for window in scaled)]
 
-    def first(self) -> Iterator[Answer]:
+    def within_windows(self) -> Iterator[Answer]:
         """Yields causes within a window, except wrong coefficients."""
         for w, outcomes in enumerate(self._outcomes[:2]):
             yield from _timing(w, outcomes)
@@ -127,7 +127,7 @@ class Windows:
         if self.share > 1:
             yield self._nonlinear(int(np.argmax(shares)), reached)
 
-    def then(self) -> Iterator[Answer]:
+    def across_windows(self) -> Iterator[Answer]:
         """Yields causes that involve several windows, or the updates."""
         for w, outcomes in enumerate(self._outcomes[:2]):
             if outcomes[-1].changed:
@@ -264,7 +264,6 @@ class Windows:
 
 
 def flat(leaves: Leaves) -> np.ndarray:
-    """Concatenates all elements as float64."""
     return np.concatenate([np.zeros(0), *(x.ravel().astype(np.float64) for x in leaves if x is not None)])
 
 
@@ -278,7 +277,7 @@ def _timing(w: int, outcomes: Sequence[Outcome]) -> Iterator[Answer]:
     early, moved = sum(calls[:-1]), [i for i, x in enumerate(outcomes[:-1], 1) if x.moved]
     if calls[-1] == 0 or (early and moved):
         ran = [i for i, count in enumerate(calls, 1) if count]
-        where = f"ran after microbatch {ran[0]}" if ran else "did not run"
+        where = f"first ran after microbatch {ran[0]}" if ran else "did not run"
         yield Cause.WINDOW, w, f"of {n} microbatches: it {where}"
     elif moved:
         yield Cause.MOVED, w, f"at microbatch {moved[0]} of {n}, where the inner optimizer did not run"

@@ -346,8 +346,8 @@ PAIRED: dict[str, Pair] = {
     ),
     "cut short": (cut_short, P, TEXT, UNEVEN, Cause.LOST, "examples 6, 7", "float32"),
     "a reported loss": (reported, P, TEXT, {}, Cause.MEAN_OF_MEANS, "in 1 of", "means_weighted_by_words"),
-    "means of devices": (means_of_devices, LINE, MASKED, TWO, Cause.MEAN_OF_MEANS, "devices", "weighted rows"),
-    "summed twice": (summed_twice, LINE, MASKED, TWO, Cause.SUM, "the number of devices", "weighted rows"),
+    "means of devices": (means_of_devices, LINE, MASKED, TWO, Cause.MEAN_OF_MEANS, "per device", "weighted rows"),
+    "summed twice": (summed_twice, LINE, MASKED, TWO, Cause.SUM, "there are 2 devices", "weighted rows"),
     "rolled on devices": (rolled_on_devices, P, FULL, TWO, Cause.NEIGHBOURS, "", "float32"),
 }
 

@@ -111,7 +111,7 @@ def test_all_divisions_of_uneven_examples() -> None:
     ("combine", "cause", "detail"),
     [
         ("pmean of means", Cause.MEAN_OF_MEANS, "they weigh from"),
-        pytest.param(*("mean of tokens", Cause.SUM, "8 times the mean: the number of devices"), marks=pytest.mark.full),
+        pytest.param(*("mean of tokens", Cause.SUM, "8 times the mean; there are 8 devices"), marks=pytest.mark.full),
     ],
 )
 def test_a_defect_of_the_exchange_is_named(combine: str, cause: Cause, detail: str) -> None:
