@@ -95,4 +95,4 @@ def test_a_lost_process_is_named_in_bounded_time(tmp_path: Path, size: int) -> N
     assert lost.code == 9
     for each in survivors:
         assert each.code == 3, each.stderr[-2000:]
-        assert f"merge_replicas: expected an answer of all {size} processes, received" in each.printed["error"]
+        assert f"merge_replicas: expected an answer from all {size} processes, received" in each.printed["error"]

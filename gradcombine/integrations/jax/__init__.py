@@ -1,4 +1,4 @@
-"""JAX: gradients in microbatches, training steps, sharded accumulators, and processes that may be lost."""
+"""JAX: gradients in microbatches, training steps, sharded accumulators, and errors for lost processes."""
 
 from gradcombine.errors import importing
 

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The arrays of a step: made of numbers, placed beside each other, donated, and lost with a process."""
+"""Array arguments of a step: conversion, checks, placement on devices, and errors of donation and lost processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "
 
 
 def require_tree(*values: Tree) -> None:
-    """Refuses what JAX cannot flatten, and what `require_levels` does."""
+    """Raises for trees that JAX cannot flatten or that `require_levels` rejects."""
     _flattened(values)
 
 
@@ -46,10 +46,10 @@ def _flattened(values: Tree) -> tuple[list[Tree], Any]:
 
 
 def require_levels(*values: Tree) -> None:
-    """Refuses containers of Python without an end, or with keys in no order, and arrays that XLA has no dtype for.
+    """Raises for cyclic containers, dicts with unsortable keys, and arrays of dtypes that XLA lacks.
 
-    After containers of both kinds JAX leaves the calls that follow less depth of recursion; of such arrays XLA ends the
-    process.
+    JAX must not see them: after the former, it leaves less recursion depth to later calls; for such arrays, XLA aborts
+    the process.
     """
 
     def is_leaf(x: Leaf) -> bool:
@@ -67,7 +67,7 @@ def require_levels(*values: Tree) -> None:
 
 
 def as_arrays(values: Tree) -> Tree:
-    """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
+    """Converts Python numbers and NumPy arrays to JAX arrays, in jit's dtypes; raises for leaves of other types."""
     leaves, structure = _flattened(values)
     arrays = list(map(_as_array, leaves))
     for i, array in enumerate(arrays):
@@ -78,7 +78,7 @@ def as_arrays(values: Tree) -> Tree:
 
 
 def _as_array(x: Leaf) -> Leaf:
-    """The array; None for what is none."""
+    """``x`` as a JAX array, spec or absent leaf; None if it is not array-like."""
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or is_absent(x):
         return x
     if _is_number(x):
@@ -87,85 +87,85 @@ def _as_array(x: Leaf) -> Leaf:
     return None
 
 
-KEPT = "a state of the optimizer that it keeps"
+STABLE_STATE = "an optimizer state whose structure and shapes do not change"
 
 
 def keep_dtypes(new: Tree, old: Tree) -> Tree:
-    """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
+    """Casts a state back to its old dtypes: some transformations promote, which conditionals and scans do not allow."""
 
     def keep(x: Leaf, like: Leaf) -> Leaf:
-        expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
-        return x if expected is None or received is None or expected == received else x.astype(expected)
+        old_dtype, new_dtype = getattr(like, "dtype", None), getattr(x, "dtype", None)
+        return x if old_dtype is None or new_dtype is None or old_dtype == new_dtype else x.astype(old_dtype)
 
-    with translate_errors(KEPT):
+    with translate_errors(STABLE_STATE):
         return jax.tree.map(keep, new, old)
 
 
 def require_transformation(optimizer: object) -> None:
-    """Refuses what is not an optax.GradientTransformation, of two functions."""
-    import optax  # which gradients alone do not need
+    """Raises unless ``optimizer`` is an optax.GradientTransformation."""
+    import optax  # optional: gradients alone do not need it
 
     require_type("an optax.GradientTransformation", optimizer, optax.GradientTransformation)
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:
-    """The state, what of it has no place yet on the devices of its parameters: the same on all of them.
+    """Replicates the uncommitted leaves of ``state`` over the parameters' devices.
 
-    A compiled step puts all that it returns there. Counts that began elsewhere would let the second call compile the
-    step once more.
+    A compiled step returns all its results there. Leaves that start out elsewhere would make the second call compile
+    again.
     """
-    shardings = {_whole(x.sharding) for x in jax.tree.leaves(params) if _is_known(x) and x.committed}
+    shardings = {_replicated(x.sharding) for x in jax.tree.leaves(params) if _is_concrete(x) and x.committed}
     (sharding,) = shardings if len(shardings) == 1 else (None,)
     if sharding is None:
         return state
-    return jax.tree.map(lambda x: jax.device_put(x, sharding) if _is_known(x) and not x.committed else x, state)
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) if _is_concrete(x) and not x.committed else x, state)
 
 
 @contextmanager
-def usable(*values: Tree) -> Iterator[None]:
-    """Says what is wrong with arguments that a compiled step has refused.
+def explain_rejection(*values: Tree) -> Iterator[None]:
+    """Explains why a compiled step rejected its arguments: invalid leaves, donated buffers or different devices.
 
-    No arrays, buffers taken over before, other devices. Nothing is looked at where it was not refused.
+    The arguments are only inspected after an error.
     """
     try:
         yield
     except GradCombineError:
         raise
-    except Exception as error:  # a foreign object may raise any
+    except Exception as error:  # user-defined leaves may raise anything
         require_tree(values)
         as_arrays(values)
         for path, x in jax.tree_util.tree_leaves_with_path(values):
             if isinstance(x, np.generic) and np.dtype(x.dtype.name).type is not type(x):
-                expected = "arrays and numbers that jax.jit takes"
-                raise invalid(expected, type(x).__name__, _named(path)) from error
-        leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_known(x)]
+                expected = "arrays and numbers that jax.jit accepts"
+                raise invalid(expected, type(x).__name__, _argument_path(path)) from error
+        leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_concrete(x)]
         for path, x in leaves:
             if x.is_deleted():
-                expected = "what the last call returned: it has taken over the parameters and the state that it got"
-                raise invalid(expected, "a donated buffer", _named(path)) from error
+                expected = "the parameters and the state that the last call returned, as it donated its arguments"
+                raise invalid(expected, "a donated buffer", _argument_path(path)) from error
         committed = [(path, x.devices()) for path, x in leaves if x.committed]
         for path, devices in committed:
             if devices != (first := committed[0][1]):
-                expected = f"arguments on the same devices, {_ids(first)} as in {_named(committed[0][0])}"
-                raise invalid(expected, _ids(devices), _named(path)) from error
+                expected = f"arguments on the same devices, {_ids(first)} as in {_argument_path(committed[0][0])}"
+                raise invalid(expected, _ids(devices), _argument_path(path)) from error
         raise
 
 
 @contextmanager
 def detect_lost_peers(operation: str) -> Iterator[None]:
-    """Turns the error of a collective that has lost a process into one that says so.
+    """Raises a GradCombineError if a collective in the body fails because a process was lost.
 
-    The body has to wait for its results (`jax.block_until_ready`): JAX computes behind the caller's back, and an error
-    shows where a result is waited for. A peer that died is noticed at once, as its connections close. One that hangs
-    is noticed by the coordinator after ``heartbeat_timeout_seconds`` of ``jax.distributed.initialize`` (100 seconds
-    unless given), and then JAX ends this process itself; nothing can be caught. Both ways lead to a restart of all
-    processes, from a state that was saved before, partial windows included (`gradcombine.statefile`).
+    The body has to wait for its results (`jax.block_until_ready`): JAX dispatches asynchronously, and errors surface
+    when a result is waited for. If a peer dies, this is detected at once, as its connections close. If a peer hangs,
+    the coordinator detects it after ``heartbeat_timeout_seconds`` of ``jax.distributed.initialize`` (by default 100
+    seconds), and JAX then ends this process; there is no error to catch. In both cases restart all processes from a
+    saved state, which may include partial windows (`gradcombine.statefile`).
 
     Args:
-      operation: what was being done, for the message.
+      operation: the operation named in the message.
 
     Raises:
-      GradCombineError: for an error of JAX's runtime that tells of a lost connection; any other passes unchanged.
+      GradCombineError: for a JAX runtime error that reports a lost connection; other errors pass unchanged.
 
     References: `Multi-controller JAX <https://docs.jax.dev/en/latest/multi_process.html>`_.
 
@@ -177,7 +177,7 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
     ...     raise ValueError("Gloo all-reduce failed: connection closed by peer")
     Traceback (most recent call last):
         ...
-    gradcombine.errors.GradCombineError: merge_replicas: expected an answer of all 1 processes, received Gloo ...
+    gradcombine.errors.GradCombineError: merge_replicas: expected an answer from all 1 processes, received Gloo ...
     """
     try:
         yield
@@ -186,12 +186,12 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not any(word in str(error).lower() for word in _LOST):
             raise
-        expected = f"an answer of all {jax.process_count()} processes"
+        expected = f"an answer from all {jax.process_count()} processes"
         raise GradCombineError(operation, expected, str(error)) from error
 
 
 def examples(batch: Tree) -> int:
-    """The length of the first axis, which all arrays of a batch share."""
+    """Number of examples: the length of the first axis, which all arrays of a batch share."""
     first: tuple[int, str] | None = None
     leaves, structure = tree.flatten(batch)
     for leaf, name in zip(leaves, structure.paths(), strict=True):
@@ -209,13 +209,13 @@ def examples(batch: Tree) -> int:
 
 
 def _is_number(x: Leaf) -> bool:
-    if isinstance(x, (np.ndarray, np.generic)):  # a float0, JAX's "no gradient", is no number
+    if isinstance(x, (np.ndarray, np.generic)):  # float0, JAX's "no gradient", is not a number
         number = x.dtype == np.bool_ or dtypes.kind(x.dtype) in ("float", "complex", "integer")
         return number and not isinstance(x, np.ma.MaskedArray)
     return isinstance(x, (bool, int, float, complex))
 
 
-def _named(path: Any) -> str:
+def _argument_path(path: Any) -> str:
     return jax.tree_util.keystr(path[1:])
 
 
@@ -223,12 +223,12 @@ def _ids(devices: Iterable[Any]) -> str:
     return f"devices {sorted(device.id for device in devices)}"
 
 
-def _is_known(x: Leaf) -> bool:
+def _is_concrete(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _whole(sharding: Sharding) -> Sharding | None:
-    """Whole arrays on the same devices."""
+def _replicated(sharding: Sharding) -> Sharding | None:
+    """Sharding of a replicated array on the same devices; None if unknown."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return SingleDeviceSharding(*sharding.device_set) if isinstance(sharding, SingleDeviceSharding) else None

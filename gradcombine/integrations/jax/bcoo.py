@@ -1,5 +1,5 @@
 # pyright: standard
-"""JAX's BCOO to and from the row-sparse leaf, and gradients of embeddings as rows."""
+"""Conversions between JAX's BCOO and row-sparse leaves, and row-sparse gradients of embeddings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradcombine.types import Array, Tree
 
 @operation("from_bcoo")
 def from_bcoo(matrix: sparse.BCOO) -> RowSparse:
-    """The row-sparse leaf of a BCOO with ``n_batch=0`` and ``n_sparse=1``: its first axis is sparse, the others dense.
+    """Converts a BCOO with ``n_batch=0`` and ``n_sparse=1``, whose first axis alone is sparse, to a row-sparse leaf.
 
-    `gradcombine.reductions.row_sum` and its like take such a BCOO as it is.
+    Reductions such as `gradcombine.reductions.row_sum` also take such a BCOO directly.
 
     Raises:
-      GradCombineError: for another BCOO, and for what is none.
+      GradCombineError: for any other BCOO or type.
 
     References: `jax.experimental.sparse <https://docs.jax.dev/en/latest/jax.experimental.sparse.html>`_.
 
@@ -37,7 +37,7 @@ def from_bcoo(matrix: sparse.BCOO) -> RowSparse:
 
 @operation("to_bcoo")
 def to_bcoo(rows: RowSparse) -> sparse.BCOO:
-    """The BCOO of a row-sparse leaf. BCOO has the same padding: an index past the end.
+    """Converts a row-sparse leaf to a BCOO. Both mark padding by an out-of-range index.
 
     >>> import jax.numpy as jnp
     >>> from gradcombine.sparse import row_sparse
@@ -49,25 +49,25 @@ def to_bcoo(rows: RowSparse) -> sparse.BCOO:
 
 @operation("value_and_row_grad")
 def value_and_row_grad(loss: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
-    """Differentiates a loss with respect to the rows that it looks up, so that no dense gradient of a table is made.
+    """Differentiates a loss with respect to the embedding rows that it uses, without dense gradients of the tables.
 
     Args:
-      loss: ``loss(embedded, params, *args)``: a scalar, or with ``has_aux`` a pair of one and anything else.
-        ``embedded`` are the rows that were looked up.
+      loss: ``loss(embedded, params, *args)``, which returns a scalar, or with ``has_aux`` a pair (scalar, aux).
+        ``embedded``: the rows that were looked up.
       has_aux: as for jax.value_and_grad.
 
     Returns:
-      ``function(tables, ids, params, *args)``, which looks up the rows, and returns
-      ``(value, (row_grads, params_grads))`` in the way of jax.value_and_grad. ``tables``: a tree of arrays of shape
-      (rows, ...). ``ids``: a tree of the same structure of integer arrays of any shape, from 0 to rows; the id ``rows``
-      is padding, looks up zeros, and has no gradient. ``row_grads``: a `RowSparse` in each table's place, with one row
-      for each id, in their order; ids that occur several times are added by whoever combines them.
+      ``function(tables, ids, params, *args)``, which looks up the rows and returns
+      ``(value, (row_grads, params_grads))`` like jax.value_and_grad. ``tables``: a tree of arrays of shape (rows, ...).
+      ``ids``: a tree of the same structure of integer arrays of any shape, with values from 0 to rows; the id ``rows``
+      is padding: it looks up zeros and has no gradient. ``row_grads``: a tree of the same structure of `RowSparse`,
+      with one row per id, in the order of the ids; duplicate ids are added when the gradients are combined.
 
     Raises:
-      GradCombineError: where ids are known, for one out of range.
+      GradCombineError: for ids out of range, if they are known.
 
-    Under shard_map with check_vma, the gradients of rows are each replica's own, where ids are; ``params`` are treated
-    as jax.grad treats them.
+    Under shard_map with check_vma, the gradients of the rows vary over replicas if the ids do; ``params`` are treated
+    as by jax.grad.
 
     >>> import jax.numpy as jnp, gradcombine as gc
     >>> tables, ids = {"words": jnp.ones((1000, 2))}, {"words": jnp.int32([[7, 2], [7, 7]])}
@@ -82,8 +82,8 @@ def value_and_row_grad(loss: Callable[..., Tree], has_aux: bool = False) -> Call
     @operation("value_and_row_grad")
     def function(tables: Tree, ids: Tree, params: Tree, *args: Tree) -> Tree:
         embedded = jax.tree.map(_look_up, tables, ids)
-        found, (rows, rest) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(embedded, params, *args)
-        return found, (jax.tree.map(_row_grad, tables, ids, rows), rest)
+        value, (grads, rest) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(embedded, params, *args)
+        return value, (jax.tree.map(_row_grad, tables, ids, grads), rest)
 
     return function
 

@@ -19,9 +19,9 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.errors import MOST, invalid, require_one, require_tuple, translate_errors, type_name
 from gradcombine.integrations.jax.arrays import examples
-from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, parse_output
 from gradcombine.integrations.jax.norms import WithNorms
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas, require_of_jax
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying, on_replicas, require_jax_collective
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction, Weighed
@@ -35,20 +35,20 @@ from gradcombine.types import Array, Leaf, Order, Scalar, Tree
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Known:
-    """A number that is known while tracing, None where it is not. A node without leaves, as `Form` is."""
+    """A number, or None if it is unknown while tracing. A pytree node without leaves, like `Form`."""
 
     value: float | None
 
 
 class Contribution(NamedTuple):
-    """One microbatch of one replica.
+    """Results of one microbatch on one replica.
 
     Attributes:
-      parts: a dict of "grads", "value", "weight" (to be summed) and, where the loss has one, "aux".
-      weight: of the other parts.
-      known: the weight again.
-      carry: for the next microbatch; None where nothing is carried.
-      form: how the loss returned its value.
+      parts: a dict of "grads", "value", "weight" (float32, to be summed) and, if the loss returns it, "aux".
+      weight: the weight of these parts in the reduction.
+      known: the weight, if it is known while tracing.
+      carry: for the next microbatch; None without a carry.
+      form: the form in which the loss returned its value.
     """
 
     parts: dict[str, Tree]
@@ -60,9 +60,9 @@ class Contribution(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, and how contributions to its gradient are combined.
+    """A loss, and how the contributions of its microbatches are combined.
 
-    The attributes are the arguments of `value_and_grad` and `train_step` of these names.
+    The attributes are the arguments of `value_and_grad` and `train_step` with these names.
     """
 
     loss: Loss
@@ -74,16 +74,16 @@ class Objective:
     def __post_init__(self) -> None:
         loss = self.loss
         check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
-        require_of_jax(self.over)
+        require_jax_collective(self.over)
         check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate, grad_norm=loss.grad_norm)
         axis = self.reduction.summed_over
         if axis is not None and loss.grad_norm:
-            raise invalid("a reduction of whole gradients, for grad_norm", f"{self.reduction.name}, of shards")
+            raise invalid("a reduction of full gradients, for grad_norm", f"{self.reduction.name}, of shards")
         if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
             raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
         if loss.argnums is None:
             raise invalid("the positions of the parameters as argnums", None)
-        roles = [*self._taken(), *_positions(loss.batch_argnums)]
+        roles = [*self._other_positions(), *_positions(loss.batch_argnums)]
         if not all(map(_is_position, roles)) or len(set(roles)) != len(roles):
             raise invalid("argument positions, integers from 0, each with one role", roles)
         for name, role in (("rng_argnum", loss.rng_argnum), ("carry_argnum", loss.carry_argnum)):
@@ -91,49 +91,49 @@ class Objective:
                 raise invalid(f"one argument position as {name}, or None", role)
 
     def batch_positions(self, args: Sequence[Tree]) -> list[int]:
-        """Where the batch is: where it was said to be, or wherever no argument has another role."""
-        taken = self._taken()
-        found = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in taken]
-        needed = max([*found, *taken]) + 1
+        """Positions of the batch, by default all arguments without another role; raises for missing arguments."""
+        others = self._other_positions()
+        positions = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in others]
+        needed = max([*positions, *others]) + 1
         if needed > len(args):
             raise invalid(f"{needed} positional arguments or more", len(args))
-        return found
+        return positions
 
     def key(self, args: Sequence[Tree], *numbers: Tree) -> Array:
-        """The key among the arguments, folded with numbers: of a window, of a contribution."""
+        """The argument ``rng_argnum`` with these numbers folded in, such as window index and microbatch number."""
         (position,) = _positions(self.loss.rng_argnum)
-        with translate_errors("a key of jax.random in the place rng_argnum"):
+        with translate_errors("a key of jax.random as the argument rng_argnum"):
             return reduce(fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Tree]) -> Tree:
-        """The arguments to differentiate by, in the structure of the gradients."""
+        """The differentiated arguments, in the structure of the gradients."""
         chosen = self.loss.argnums
         return tuple(args[i] for i in chosen) if isinstance(chosen, Sequence) else args[chosen]
 
     @property
     def average(self) -> Reduction:
-        """The reduction of what is combined as the gradients are, but in precision "fast": the value, and the aux."""
-        # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
+        """Reduction of the value, and by default of aux: like that of the gradients, but in precision "fast"."""
+        # A member of per_leaf gets the weight itself only if it is an average or Weighed.
         return reductions.mean() if self.reduction.scales_by_weight else Weighed(reductions.sum())
 
     @property
     def aux_reduction(self) -> Tree:
-        """The reduction of the aux, or a tree of them that it begins with."""
+        """Reduction of aux, or a tree prefix of reductions."""
         return self.average if self.loss.aux_reduction is None else self.loss.aux_reduction
 
     @property
-    def average_of_aux(self) -> Reduction:
-        """The reduction of aux where there is no ``aux_reduction``."""
+    def default_aux_reduction(self) -> Reduction:
+        """Reduction of aux without an ``aux_reduction``."""
         return self.average if self.loss.terms is None else reductions.mean()
 
-    def differentiated_of(self, args: Sequence[Tree]) -> list[Tree]:
-        """The arguments to differentiate by, as many of them as there are."""
+    def differentiated_args(self, args: Sequence[Tree]) -> list[Tree]:
+        """The differentiated arguments as a list, without missing ones."""
         return [args[i] for i in _positions(self.loss.argnums) if i < len(args)]
 
-    def combined(self, has_aux: bool, of_gradients: Callable[[Reduction], Reduction] = lambda own: own) -> Reduction:
-        """The reduction of the parts of a `Contribution`; ``of_gradients`` may put another in place of the own one."""
+    def parts_reduction(self, has_aux: bool, wrap: Callable[[Reduction], Reduction] = lambda inner: inner) -> Reduction:
+        """Reduction of the parts of a `Contribution`; ``wrap`` may wrap that of the gradients."""
         members = {
-            "grads": Weighed(of_gradients(without_numbers(self.reduction))),
+            "grads": Weighed(wrap(without_numbers(self.reduction))),
             "value": self.average,
             "weight": reductions.sum(),
         }
@@ -143,8 +143,8 @@ class Objective:
         return WithNorms(combined, self.reduction) if self.loss.grad_norm else combined
 
     def window(self, every: int | Callable[[Array], Scalar], max_every: int | None = None, *, has_aux: bool) -> Window:
-        """The window of such contributions; of all their parts together, where the gradients' are numbered."""
-        combined = self.combined(has_aux)
+        """The window that accumulates contributions; with a numbered reduction, the ledger covers all parts."""
+        combined = self.parts_reduction(has_aux)
         if self.reduction.microbatches is not None:
             combined = reductions.numbered(combined, self.reduction.microbatches)
         return ReplicatedWindow(combined, every, self.over, self.order, max_every)
@@ -154,26 +154,29 @@ class Objective:
         function: Callable[[list[Tree], dict[str, Tree], Tree, Tree], tuple[Tree, Tree]],
         args: Sequence[Tree],
         kwargs: dict[str, Tree],
-        whole: Tree = (),
-        own: Tree = (),
+        shared: Tree = (),
+        local: Tree = (),
     ) -> tuple[Tree, Tree]:
-        """``function(args, kwargs, whole, own) -> (whole, own)`` on each replica, with its rows of the batch."""
+        """Runs ``function(args, kwargs, shared, local) -> (shared, local)`` on each replica, on its part of the batch.
+
+        ``shared`` and ``local`` are as for the function `on_replicas`.
+        """
         positions = self.batch_positions(args)
-        self._require_whole(args)
+        self._require_unsharded(args)
         axis = self.reduction.summed_over
         if isinstance(axis, JaxAxis) and not axis.is_bound():
-            raise invalid(f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none")
+            raise invalid(f"a call inside jax.shard_map over {axis!r}, where each replica gets a shard", "none")
         others = [None if i in positions else x for i, x in enumerate(args)]
 
-        def one(whole: Tree, rows: list[Tree], own: Tree) -> tuple[Tree, Tree]:
-            others, kwargs, whole = whole
-            called = list(others)
-            for i, x in zip(positions, rows, strict=True):
-                called[i] = x
-            return function(called, kwargs, whole, own)
+        def on_one(shared: Tree, batch: list[Tree], local: Tree) -> tuple[Tree, Tree]:
+            others, kwargs, shared = shared
+            loss_args = list(others)
+            for i, x in zip(positions, batch, strict=True):
+                loss_args[i] = x
+            return function(loss_args, kwargs, shared, local)
 
-        rows = [args[i] for i in positions]
-        return on_replicas(self.over, one, (others, kwargs, whole), rows, own)
+        batch = [args[i] for i in positions]
+        return on_replicas(self.over, on_one, (others, kwargs, shared), batch, local)
 
     def contribution(
         self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None = None, scale: Scalar = None
@@ -181,93 +184,89 @@ class Objective:
         """Computes one microbatch.
 
         Args:
-          args, kwargs: of the loss, the batch arguments those of this microbatch.
-          default_weight: where neither the loss nor the argument ``weight`` says it. None: the number of examples.
-          scale: a number that the gradients, and nothing else, are to be multiplied by; the loss is, before it is
-            differentiated. None: none.
+          args, kwargs: arguments of the loss, with the batch arguments of this microbatch.
+          default_weight: used if neither the loss nor the argument ``weight`` determines it. None: the number of
+            examples.
+          scale: multiplies the gradients, but nothing else, by scaling the loss before it is differentiated. None: 1.
         """
-        parameters = _positions(self.loss.argnums)
+        differentiated = _positions(self.loss.argnums)
         axis = self.reduction.summed_over or self.over
-        called = [mark_own(axis, arg) if i in parameters else arg for i, arg in enumerate(args)]
-        (value, rest, form), grads = self._differentiated(called, kwargs, scale)
-        if self.loss.carry_argnum is not None and rest.carry is None:
+        marked = [mark_varying(axis, arg) if i in differentiated else arg for i, arg in enumerate(args)]
+        (value, output, form), grads = self._differentiated(marked, kwargs, scale)
+        if self.loss.carry_argnum is not None and output.carry is None:
             raise invalid("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
-        if self.loss.carry_argnum is None and rest.carry is not None:
+        if self.loss.carry_argnum is None and output.carry is not None:
             raise invalid("carry_argnum, for a loss that returns a carry", None)
-        weight = self._weight(args, rest.weight, default_weight)
+        weight = self._weight(args, output.weight, default_weight)
         backend = load("jax")
         parsed = parse(backend, weight)
-        total = parsed.cast(backend, np.dtype(np.float32))
-        parts = {"grads": grads, "value": jnp.asarray(value), "weight": total}
-        if jax.tree.leaves(rest.aux):
-            _require_no_mean_of_ratios(
-                self.average if self.loss.aux_reduction is None else self.loss.aux_reduction, rest.aux
-            )
-            parts["aux"] = jax.tree.map(jnp.asarray, rest.aux)
-        return Contribution(parts, weight, Known(parsed.known), jax.tree.map(jnp.asarray, rest.carry), form)
+        parts = {"grads": grads, "value": jnp.asarray(value), "weight": parsed.cast(backend, np.dtype(np.float32))}
+        if jax.tree.leaves(output.aux):
+            _require_no_mean_of_ratios(self.aux_reduction, output.aux)
+            parts["aux"] = jax.tree.map(jnp.asarray, output.aux)
+        return Contribution(parts, weight, Known(parsed.known), jax.tree.map(jnp.asarray, output.carry), form)
 
     def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Scalar:
-        """The weight of one microbatch, alone. What else the loss computes is left out by the compiler."""
+        """Weight of one microbatch; the compiler removes the rest of the loss."""
         returned = self._run(args, kwargs)[0].weight if self.weight is None else None
         return self._weight(args, returned, default_weight)
 
     @property
-    def counts(self) -> bool:
-        """Whether the totals of several denominators have to be counted before the gradients."""
+    def counts_totals(self) -> bool:
+        """Whether the totals of the denominators are counted before the gradients are computed."""
         return False
 
-    def like(self, params: Tree) -> Tree:
-        """A tree of the gradients' structure for these parameters."""
+    def grads_like(self, params: Tree) -> Tree:
+        """A tree with the structure, shapes and dtypes of the gradients."""
         return params
 
-    def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
-        """Combined parts as the caller is told of them, with the whole loss as "total" besides."""
+    def reported(self, values: dict[str, Tree]) -> dict[str, Tree]:
+        """The combined parts as `value_and_grad` and the metrics report them, with the scalar loss as "total"."""
         return values | {"total": values["value"]}
 
     def _differentiated(
         self, args: Sequence[Tree], kwargs: dict[str, Tree], scale: Scalar
     ) -> tuple[tuple[Array, LossOutput, Form], Tree]:
-        def scalar_and_rest(*args: Tree, **kwargs: Tree) -> Tree:
+        def scaled_loss(*args: Tree, **kwargs: Tree) -> Tree:
             output, form = self._run(args, kwargs)
             value = jnp.asarray(output.value)
             if scale is None:
                 return value, (output, form)
-            # NaN for a traced weight that would have been refused.
+            # The factor is NaN for a traced weight whose value is invalid.
             backend = load("jax")
             factor = parse(backend, scale).cast(backend, np.dtype(value.dtype))
             return value * factor, (output, form)
 
         if self.loss.differentiate:
-            (_, (output, form)), grads = jax.value_and_grad(scalar_and_rest, self.loss.argnums, has_aux=True)(
+            (_, (output, form)), grads = jax.value_and_grad(scaled_loss, self.loss.argnums, has_aux=True)(
                 *args, **kwargs
             )
             return (output.value, output, form), grads
         expected = "a function that returns (value, gradients), for differentiate=False"
         value, grads = require_tuple(expected, self.loss.function(*args, **kwargs), 2)
-        output, form = self._opened(value)
+        output, form = self._checked_output(value)
         leaves = jax.tree_util.tree_leaves_with_path(grads)
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.over.require_unreduced(paths, [leaf for _, leaf in leaves])
         return (output.value, output, form), grads
 
-    def _require_whole(self, args: Sequence[Tree]) -> None:
-        """Refuses parameters of which each replica has others, where shard_map's types tell of it."""
+    def _require_unsharded(self, args: Sequence[Tree]) -> None:
+        """Raises if the parameters vary over the replica axis (shard_map's vma)."""
         names: set[str] = set(self.over.names) if isinstance(self.over, JaxAxis) else set()
         for path, x in jax.tree_util.tree_leaves_with_path(self.params(args)):
-            if isinstance(x, jax.Array) and (split := sorted(varying(x) & names)):
+            if isinstance(x, jax.Array) and (varying_over := sorted(varying(x) & names)):
                 expected = (
                     f"parameters that are the same on all replicas of {self.over!r} (gather shards by "
                     "jax.lax.all_gather before, or leave their axis out of over)"
                 )
-                received = f"ones that may differ over {', '.join(split)}"
+                received = f"ones that may differ over {', '.join(varying_over)}"
                 raise invalid(expected, received, jax.tree_util.keystr(path))
 
     def _run(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[LossOutput, Form]:
-        """Calls the loss."""
-        return self._opened(self.loss.function(*args, **kwargs))
+        return self._checked_output(self.loss.function(*args, **kwargs))
 
-    def _opened(self, output: Tree) -> tuple[LossOutput, Form]:
-        output, form = self._in_form(output)
+    def _checked_output(self, output: Tree) -> tuple[LossOutput, Form]:
+        output, form = self._parse_output(output)
         expected = "a loss that is a real floating scalar"
         with translate_errors(expected, received=type_name(output.value)):
             value = jnp.asarray(output.value)
@@ -275,15 +274,15 @@ class Objective:
             raise invalid(expected, f"{value.dtype} of shape {value.shape}")
         return output, form
 
-    def _in_form(self, output: Tree) -> tuple[LossOutput, Form]:
-        bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
-        if (bare != self.loss.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
+    def _parse_output(self, output: Tree) -> tuple[LossOutput, Form]:
+        is_pair = isinstance(output, tuple) and not isinstance(output, LossOutput)
+        if (is_pair != self.loss.has_aux and not isinstance(output, LossOutput)) or (is_pair and len(output) != 2):
             wanted = "(value, aux)" if self.loss.has_aux else "a scalar (or (value, aux), with has_aux=True)"
             raise invalid(f"a loss that returns {wanted} or a LossOutput", type_name(output))
-        return opened(output, self.loss.has_aux)
+        return parse_output(output, self.loss.has_aux)
 
     def _weight(self, args: Sequence[Tree], returned: Tree, default_weight: int | None) -> Scalar:
-        require_one("a weight that the loss returns or one of the argument weight", returned, self.weight)
+        require_one("a weight returned by the loss or one from the argument weight", returned, self.weight)
         if returned is not None:
             return returned
         if self.weight is not None:
@@ -294,13 +293,13 @@ class Objective:
             return default_weight
         return examples(tuple(args[i] for i in self.batch_positions(args)))
 
-    def _taken(self) -> list[int]:
-        """The positions that have a role other than the batch."""
+    def _other_positions(self) -> list[int]:
+        """Positions of the arguments with a role other than the batch."""
         return [*_positions(self.loss.argnums), *_positions(self.loss.rng_argnum), *_positions(self.loss.carry_argnum)]
 
 
 def fold_in(keys: Tree, number: Scalar) -> Tree:
-    """A key, or each one of a tree of keys of any shape, with a number folded in."""
+    """Folds a number into each random key of a tree of key arrays of any shape."""
 
     def fold(key: Leaf) -> Array:
         function: Callable[[Tree], Tree] = partial(_fold_in, number)
@@ -327,13 +326,13 @@ def _is_position(role: object) -> bool:
 
 
 def _require_no_mean_of_ratios(aux_reduction: Tree, aux: Tree) -> None:
-    """Refuses a `Ratio` in what a mean combines: both of its parts would be weighed and divided."""
+    """Raises if aux has a `Ratio` that a mean would combine: numerator and denominator would both be averaged."""
     members, prefix = tree.flatten(aux_reduction, is_leaf=lambda node: isinstance(node, Reduction))
     for path, member, part in zip(prefix.paths(), members, tree.split_as(prefix, aux), strict=True):
         for inner, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_ratio):
             if _is_ratio(node) and isinstance(member, Reduction) and member.divides:
-                where = f".aux{path}{jax.tree_util.keystr(inner)}"
-                raise invalid("reductions.ratio() in aux_reduction, for a Ratio", member.description, where)
+                path_in_aux = f".aux{path}{jax.tree_util.keystr(inner)}"
+                raise invalid("reductions.ratio() in aux_reduction, for a Ratio", member.description, path_in_aux)
 
 
 def _is_ratio(node: Tree) -> bool:

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Windows of windows: islands of replicas train apart, and exchange how far their parameters went."""
+"""Local training on islands of replicas, with occasional all-reduces of their parameter differences (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, invalid, operation, require_integer
 from gradcombine.integrations.jax.arrays import require_transformation
-from gradcombine.integrations.jax.on_replicas import require_of_jax
+from gradcombine.integrations.jax.on_replicas import require_jax_collective
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.places.fragments import divided, due
 from gradcombine.reductions.algebra import Reduction
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class OuterState(NamedTuple):
-    """State of `outer`, beside the parameters of each island.
+    """State of `outer`; the parameters of an island are kept outside it.
 
     Attributes:
-      params: the outer parameters, the same on all islands: those after the last exchange.
-      inner: the states of the outer transformation, one a fragment; the same on all islands.
-      weight: float32 of shape (fragments,), what this island has seen since each fragment's last exchange.
-      step: int32 scalar, the number of steps so far, from which the schedule follows; the same on all islands.
+      params: the outer parameters as of the last exchange, the same on all islands.
+      inner: the states of the outer transformation, one per fragment; the same on all islands.
+      weight: float32 of shape (fragments,), the weight of this island's steps since each fragment's last exchange.
+      step: int32 scalar, the number of steps so far, which determines the schedule; the same on all islands.
     """
 
     params: Tree
@@ -48,8 +48,8 @@ class Outer(NamedTuple):
     Attributes:
       init: ``init(params) -> state``.
       update: ``update(params, state, weight=1.0) -> params, state``, after each step of an island.
-      join: ``join(params, state, begins) -> params, state``: where ``begins`` holds, a boolean scalar of the island's
-        own, the island has the outer parameters and has seen nothing.
+      join: ``join(params, state, begins) -> params, state``: if ``begins``, a boolean scalar that may differ between
+        islands, is true, the island restarts from the outer parameters with weight 0.
     """
 
     init: Callable[[Tree], OuterState]
@@ -67,35 +67,36 @@ def outer(
     fragments: int = 1,
     order: Order = "sequential",
 ) -> Outer:
-    """Local steps with an outer optimizer (DiLoCo): H steps on each island, then one exchange of what they moved.
+    """Local steps with an outer optimizer (DiLoCo): H steps on each island, then one all-reduce of their progress.
 
-    After ``every`` steps, an island has moved from the outer parameters x to x_i. The weighted mean of ``x - x_i`` over
-    the islands is the gradient that the outer transformation gets; what it makes of x is where all islands go on.
+    After ``every`` steps, an island has moved from the outer parameters x to x_i. The outer transformation gets the
+    weighted mean of ``x - x_i`` over the islands as its gradient; all islands continue from the x that it updates.
 
     Args:
       transformation: the outer one, for instance ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
-      every: H, steps between two exchanges of a fragment.
-      over: the islands: a `gradcombine.jax_axis`, of which each index is one island. What is inside an island (data or
-        model parallelism) has axes of its own.
-      reduction: of the differences. None: `gradcombine.reductions.mean`. With a ``wire`` they are sent in fewer bits.
-      fragments: F parts of the parameters, whole leaves of about equal bytes, which are exchanged in turn, every H / F
-        steps one: each exchange sends 1 / F, and each fragment every H steps. From 1 to H.
+      every: H, the number of steps between two exchanges of a fragment.
+      over: the islands: a `gradcombine.jax_axis`, one island per index. Parallelism inside an island (data or model
+        parallelism) uses other axes.
+      reduction: combines the differences. None: `gradcombine.reductions.mean`. With a ``wire`` they are sent in fewer
+        bits.
+      fragments: F, the number of parts of the parameters, of full leaves and about equal bytes, from 1 to H. Every
+        H / F steps the next fragment is exchanged, so each exchange sends 1 / F of the bytes, and each fragment is
+        exchanged every H steps.
       order: of the sum over the islands, as for `gradcombine.all_reduce`.
 
     Returns:
-      ``init(params)``, which makes the state; ``update(params, state, weight=1.0)`` after each step of an island, and
-      ``join(params, state, begins)``, which return both: for use inside shard_map, pmap or vmap over the islands.
-      Parameters are an island's own there, and so is the state's ``weight``, what it has seen since each fragment's
-      last exchange; ``params``, the outer parameters, ``inner``, the states of the transformation by fragment, and
-      ``step`` are the same on all. ``weight`` of an update is what the island saw in the step, tokens for instance. An
-      island that has seen nothing since the last exchange, as a lost one whose weights are 0, changes nothing, whatever
-      its parameters hold. One that joins, or comes back, begins from the outer parameters by ``join``.
+      ``init(params) -> state``; ``update(params, state, weight=1.0) -> params, state``, for after each step of an
+      island; and ``join(params, state, begins) -> params, state``: for use inside shard_map, pmap or vmap over the
+      islands. There, ``params`` and the state's ``weight`` differ between islands; everything else in the state is the
+      same. The argument ``weight`` of an update is the weight of the step, for instance its number of tokens. An island
+      of weight 0 since the last exchange, such as a lost one, changes nothing, whatever its parameters contain. An
+      island that joins or returns starts from the outer parameters by ``join``.
 
     Raises:
-      GradCombineError: for settings of another kind, and parameters that are no floats.
+      GradCombineError: for invalid settings, and for parameters that are not floats.
 
-    Bits: those of `gradcombine.all_reduce` of the differences in float32: in order ``"tree"`` the same on a mesh and in
-    a simulation of the islands on one device.
+    Bits: those of `gradcombine.all_reduce` of the differences in float32; in order ``"tree"``, the same on a mesh and
+    in a simulation of the islands on one device.
 
     References: Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
     <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025.
@@ -114,9 +115,9 @@ def outer(
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
     check(reduction=reduction, over=over, order=order)
-    require_of_jax(over)
+    require_jax_collective(over)
     with importing("outer"):
-        import optax  # which gradients alone do not need
+        import optax  # optional: gradients alone do not need it
     require_transformation(transformation)
     every = require_integer("1 step or more", every)
     count = require_integer(f"from 1 to {every} fragments", fragments, highest=every)
@@ -128,17 +129,17 @@ def outer(
             if leaf is not None and not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
                 raise invalid("parameters that are floats", jnp.asarray(leaf).dtype, path)
         inner = tuple(transformation.init([leaves[i] for i in part]) for part in divided(sizes(leaves), count))
-        # Another buffer than the parameters', which a step may be given for good.
-        own = jax.tree.map(jnp.copy, params)
-        return OuterState(own, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
+        # Copied, as a training step may donate the parameters.
+        anchor = jax.tree.map(jnp.copy, params)
+        return OuterState(anchor, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
 
-    def exchanged(kept: tuple[Tree, Tree, Tree], weight: Array) -> tuple[tuple[Tree, Tree, Tree], tuple[()]]:
-        theirs, ours, inner = kept
-        moved = [a.astype(jnp.float32) - b.astype(jnp.float32) for a, b in zip(ours, theirs, strict=True)]
+    def exchange(kept: tuple[Tree, Tree, Tree], weight: Array) -> tuple[tuple[Tree, Tree, Tree], tuple[()]]:
+        params, anchors, inner = kept
+        moved = [a.astype(jnp.float32) - p.astype(jnp.float32) for a, p in zip(anchors, params, strict=True)]
         gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
-        gradient = [g.astype(x.dtype) for g, x in zip(gradient, ours, strict=True)]
-        updates, inner = transformation.update(gradient, inner, ours)
-        new: Tree = optax.apply_updates(ours, updates)
+        gradient = [g.astype(x.dtype) for g, x in zip(gradient, anchors, strict=True)]
+        updates, inner = transformation.update(gradient, inner, anchors)
+        new: Tree = optax.apply_updates(anchors, updates)
         return (list(new), list(new), inner), ()
 
     @operation("outer")
@@ -149,12 +150,12 @@ def outer(
         ends = due(step, every, count)
         for f, part in enumerate(divided(sizes(leaves), count)):
             kept = over.mark_varying([leaves[i] for i in part]), [anchors[i] for i in part], inner[f]
-            (theirs, ours, inner[f]), _ = run_if(ends[f], partial(exchanged, weight=weights[f]), kept)
-            for i, new, anchor in zip(part, theirs, ours, strict=True):
+            (new_params, new_anchors, inner[f]), _ = run_if(ends[f], partial(exchange, weight=weights[f]), kept)
+            for i, new, anchor in zip(part, new_params, new_anchors, strict=True):
                 leaves[i], anchors[i] = new, anchor
         weights = jnp.where(ends, jnp.zeros_like(weights), weights)
-        kept = OuterState(tree.unflatten(structure, anchors), tuple(inner), weights, step)
-        return tree.unflatten(structure, leaves), kept
+        state = OuterState(tree.unflatten(structure, anchors), tuple(inner), weights, step)
+        return tree.unflatten(structure, leaves), state
 
     @operation("outer")
     def join(params: Tree, state: OuterState, begins: Scalar) -> tuple[Tree, OuterState]:
@@ -165,5 +166,5 @@ def outer(
 
 
 def sizes(leaves: list[Leaf]) -> list[int | None]:
-    """Bytes of each leaf; None for one that is absent."""
+    """Bytes of each leaf; None for an absent leaf."""
     return [None if leaf is None else jnp.asarray(leaf).nbytes for leaf in leaves]

@@ -1,4 +1,4 @@
-"""A loss: the roles of its arguments and the forms of its result."""
+"""Loss functions: the roles of their arguments and the forms of their results."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradcombine.types import Scalar, Totals, Tree
 
 
 class LossOutput(NamedTuple):
-    """Result of a loss, in place of a scalar, and of `value_and_grad` then.
+    """Result of a loss that returns more than a scalar; `value_and_grad` then returns one for the full window.
 
     Attributes:
-      value: the loss, a real floating scalar; with ``terms``, a dict of sums. Of the whole window: combined as the
-        gradients are.
-      weight: of this microbatch, a scalar, for instance the number of tokens that a mean loss is over. None: as the
-        argument ``weight`` says. Of the whole window: the sum of weights, float32.
-      aux: a tree of arrays, for instance metrics. Of the whole window: combined by ``aux_reduction``.
-      carry: what the next microbatch gets in the place ``carry_argnum``. Of the whole window: the last one's.
+      value: the loss, a real floating scalar; with ``terms``, a dict of sums. For the window: combined like the
+        gradients.
+      weight: the weight of this microbatch, a scalar, for instance the number of tokens that the loss averages over.
+        None: determined by the argument ``weight``. For the window: the sum of weights, float32.
+      aux: a tree of arrays, for instance metrics. For the window: combined by ``aux_reduction``.
+      carry: the argument ``carry_argnum`` of the next microbatch. For the window: the carry of the last microbatch.
     """
 
     value: Tree
@@ -33,7 +33,7 @@ class LossOutput(NamedTuple):
 
 @jax.tree_util.register_static
 class Form(enum.Enum):
-    """The form in which a loss returns its value. A node without leaves: it may pass through any transformation."""
+    """Form in which a loss returns its value. A pytree node without leaves, so that transformations can return it."""
 
     SCALAR = enum.auto()
     WITH_AUX = enum.auto()
@@ -42,39 +42,41 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss with the roles of its arguments and the form of its result, for what a plain function does not say.
+    """A loss function with the roles of its arguments and the form of its result.
 
     Attributes:
-      function: ``function(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating
+      function: ``function(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad; returns a real floating
         scalar, ``(scalar, aux)`` with ``has_aux``, or a `LossOutput`.
-      argnums: the arguments to differentiate by; for `train_step` the first one, the parameters.
-      batch_argnums: the arguments to divide, trees of arrays with one first axis of n examples. None: all positional
-        arguments that have no other role. What is not divided, keyword arguments too, goes to each microbatch whole.
-      rng_argnum: the argument that is a random key. Microbatch i of m on replica r gets ``fold_in(key, r * m + i)``;
-        the key itself has to be the same on all replicas.
-      carry_argnum: the argument that is threaded through the microbatches, as batch statistics are. The loss returns
-        the next one as ``LossOutput.carry``. Replicas carry their own: `gradcombine.all_reduce` combines them.
+      argnums: positions of the arguments to differentiate; for `train_step`, 0, the parameters.
+      batch_argnums: positions of the arguments to divide, trees of arrays whose first axes all have length n, the
+        number of examples. None: all positional arguments without another role. Every microbatch gets all other
+        arguments undivided, keyword arguments included.
+      rng_argnum: position of a random key. Microbatch i of m on replica r gets ``fold_in(key, r * m + i)``; the key has
+        to be the same on all replicas.
+      carry_argnum: position of an argument that is threaded through the microbatches, such as batch statistics. The
+        loss returns its next value as ``LossOutput.carry``. Each replica has its own carry; combine them by
+        `gradcombine.all_reduce`.
       has_aux: as for jax.value_and_grad.
-      aux_reduction: for ``aux``: a reduction, or a tree of them that aux begins with, as for
+      aux_reduction: combines ``aux``: a reduction, or a tree prefix of reductions, as for
         `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
         as for the value.
-      differentiate: False: ``function`` returns ``(value, gradients)`` itself, as a function that jax.value_and_grad
-        has made does. Gradients may be narrower than the parameters.
-      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
-        "microbatches"}``. The loss returns, in the place of a scalar, a dict of the terms by name, each a *sum*; and as
-        its weight (in a `LossOutput`, or by ``weight``) a dict of the denominators by name, each the number that the
-        microbatch adds to it. The gradient is that of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all microbatches i of
-        all replicas: see `docs/losses.md`. The value is the dict of the terms, each divided by its denominator's total,
-        the weight that of the totals. ``reduction`` is a mean (with ``totals``, a sum) of any precision; aux without an
-        ``aux_reduction`` is the mean over the microbatches that weigh anything. Weights are constants to the gradient.
-      totals: how the denominators' totals are known before the gradients. None: they are not, and each denominator has
-        an accumulator and a backward pass of its own. ``"counted"``: the weights of all microbatches are computed first
-        (what else the loss computes is left out; with a carry, they are those of the first one) and exchanged, and
-        one accumulator and one backward pass do. ``"given"``: the same, with the totals over all microbatches and
-        replicas as a keyword argument of each call, ``totals={"tokens": 4096, "microbatches": 8}``.
-      grad_norm: of `train_step` and `request_step`: whether the metrics of a window have the norm of its gradient, as
-        the optimizer gets it, and with ``terms`` whose totals are not known that of each denominator's part. A term
-        whose denominator no other term has is such a part.
+      differentiate: False: ``function`` returns ``(value, gradients)``, as one made by jax.value_and_grad does. The
+        gradients may be narrower than the parameters.
+      terms: for a loss of several terms, a dict from term to denominator: ``{"ce": "tokens", "balance":
+        "microbatches"}``. Instead of a scalar, the loss returns a dict of terms, each a *sum*; its weight (in a
+        `LossOutput`, or from ``weight``) is a dict with the number that this microbatch adds to each denominator. The
+        gradient is that of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all microbatches i of all replicas: see
+        `docs/losses.md`. The value is a dict of the terms, each divided by the total of its denominator; the weight is
+        a dict of these totals. ``reduction`` is a mean (with ``totals``, a sum) of any precision; aux without an
+        ``aux_reduction`` is averaged over the microbatches with a nonzero weight. Weights are not differentiated.
+      totals: whether the totals of the denominators are known before the gradients are computed. None: no; each
+        denominator then takes an accumulator and a backward pass. ``"counted"``: the weights of all microbatches are
+        computed first (without the rest of the loss; with a carry, from the initial carry) and all-reduced; then one
+        accumulator and one backward pass suffice. ``"given"``: likewise, but every call gets the totals over all
+        microbatches and replicas as a keyword argument, ``totals={"tokens": 4096, "microbatches": 8}``.
+      grad_norm: for `train_step` and `request_step`: whether the metrics of a window include the norm of the gradient
+        that the optimizer gets, and, with ``terms`` of unknown totals, the norm of each denominator's part. To get the
+        norm of a single term, give it a denominator of its own.
     """
 
     function: Callable[..., Tree]
@@ -94,17 +96,17 @@ class Loss:
         return loss if isinstance(loss, Loss) else cls(loss)
 
 
-def require_first(loss: Loss, of: str = "parameters") -> None:
-    """Raises for a loss that is to be differentiated by another argument than the first one."""
+def require_first(loss: Loss, differentiated: str = "parameters") -> None:
+    """Raises unless the loss is differentiated with respect to its first argument."""
     if loss.argnums != 0:
-        raise invalid(f"a loss of the {of} as its first argument", f"argnums={loss.argnums!r}")
+        raise invalid(f"a loss of the {differentiated} as its first argument", f"argnums={loss.argnums!r}")
 
 
-def opened(output: Tree, has_aux: bool) -> tuple[LossOutput, Form]:
-    """Converts the result of a loss to a `LossOutput`, and says which form it had.
+def parse_output(output: Tree, has_aux: bool) -> tuple[LossOutput, Form]:
+    """Converts the result of a loss to a `LossOutput`; also returns the form that it had.
 
     Raises:
-      ValueError: for anything but (scalar, aux) where ``has_aux``.
+      ValueError: with ``has_aux``, for anything but (scalar, aux).
     """
     if isinstance(output, LossOutput):
         return output, Form.OUTPUT
@@ -114,8 +116,8 @@ def opened(output: Tree, has_aux: bool) -> tuple[LossOutput, Form]:
     return LossOutput(value, aux=aux), Form.WITH_AUX
 
 
-def closed(form: Form, values: dict[str, Tree], carry: Tree) -> Tree:
-    """Combined values, in the form in which the loss returned its own."""
+def in_form(form: Form, values: dict[str, Tree], carry: Tree) -> Tree:
+    """The combined values in the form in which the loss returns its values."""
     output = LossOutput(values["value"], values["weight"], values.get("aux"), carry)
     if form is Form.OUTPUT:
         return output

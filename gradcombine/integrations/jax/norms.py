@@ -1,5 +1,5 @@
 # pyright: standard
-"""Norms of a window's gradient, and of its part under each denominator."""
+"""Norms of a window's gradient, and of its parts by denominator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradcombine.types import Array, State, Tree
 
 
 class WithNorms(Wrapper):
-    """A reduction of the parts of a `Contribution`, whose value has the norms of the gradients besides.
+    """Adds the norms of the gradients to the value of a reduction of the parts of a `Contribution`.
 
-    States are those of the reduction without it.
+    The states are those of the wrapped reduction.
 
     Args:
       of: the reduction of the parts, a `PerLeaf`.
-      gradients: the reduction of the gradients among them.
+      gradients: the reduction of the gradients, one of the parts.
     """
 
     def __init__(self, of: PerLeaf, gradients: Reduction) -> None:
@@ -38,7 +38,7 @@ class WithNorms(Wrapper):
         combined = self.of.finalize(state)
         norms = {"grad_norm": _norm(combined["grads"])}
         if isinstance(self._gradients, Ratios):
-            # Divided once more, by the same numbers: the compiler computes it once.
+            # Repeats the divisions of the finalize above; the compiler merges the two.
             parts = self._gradients.of.finalize(state.parts[self._at])
             norms["grad_norms"] = {name: _norm(part) for name, part in parts.items()}
         return combined | norms

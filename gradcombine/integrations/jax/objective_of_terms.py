@@ -1,5 +1,5 @@
 # pyright: standard
-"""A loss of several terms: its gradient for each denominator, or one where the totals are known."""
+"""Losses of several terms: one gradient per denominator, or a single gradient if the totals are known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradcombine.errors import invalid, operation, require_given, require_one
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput
-from gradcombine.integrations.jax.on_replicas import mark_own
+from gradcombine.integrations.jax.on_replicas import mark_varying
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
@@ -36,7 +36,7 @@ def objective_of(
     over: Collective,
     order: Order,
 ) -> Objective:
-    """The objective of a loss, of one term or of several; the arguments are those of `value_and_grad`."""
+    """Builds the objective of a loss of one or several terms; the arguments are those of `value_and_grad`."""
     loss = Loss.of(loss)
     mean = reductions.mean() if reduction is None else reduction
     objective = Objective(loss, weight, mean, over, order)
@@ -45,13 +45,13 @@ def objective_of(
         if loss.totals is not None:
             raise invalid("terms, for totals", "none")
         return objective
-    several = Terms(loss.terms, loss.totals is not None)
+    terms = Terms(loss.terms, loss.totals is not None)
     if not loss.differentiate:
         raise invalid("a loss to differentiate, for terms", "differentiate=False")
     aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
-    parts = {"terms": several.reduction_of_values(), "weights": reductions.sum(), "aux": aux}
-    of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
-    return ObjectiveOfTerms(of_terms, weight, several.reduction(reduction), over, order)
+    parts = {"terms": terms.reduction_of_values(), "weights": reductions.sum(), "aux": aux}
+    loss = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
+    return ObjectiveOfTerms(loss, weight, terms.reduction(reduction), over, order)
 
 
 @operation("grads_by_denominator")
@@ -62,16 +62,16 @@ def grads_by_denominator(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., tuple[LossOutput, dict[str, Tree]]]:
-    """The gradients of a loss of several terms, one for each denominator: for `integrations.optax.accumulate`.
+    """Computes the gradients of a loss of several terms by denominator: for `integrations.optax.accumulate`.
 
     Args:
-      loss, argnums, has_aux: as for jax.value_and_grad; returns terms and weights as for `value_and_grad`.
-      terms: likewise.
+      loss, argnums, has_aux: as for jax.value_and_grad; ``loss`` returns terms and weights as for `Loss`.
+      terms: as for `Loss`, a dict from term to denominator.
 
     Returns:
-      A function of the arguments of ``loss``. It returns the `LossOutput` of the loss, and by denominator the gradient
-      of the sum of its terms, neither divided nor multiplied: one linearization, and one backward pass for each
-      denominator through what its terms depend on.
+      A function of the arguments of ``loss``. It returns the `LossOutput` of the loss, and a dict by denominator with
+      the gradient of the sum of its terms, not divided by anything. It takes one linearization, and one backward pass
+      per denominator through the parts of the loss that its terms depend on.
 
     Raises:
       GradCombineError: as `value_and_grad`.
@@ -94,89 +94,90 @@ def grads_by_denominator(
         output, _, grads = objective.differentiated(args, kwargs)
         values = {term: part.numerator for term, part in output.aux["terms"].items()}
         weights = {name: part.denominator for name, part in grads.items()}
-        told = LossOutput(values, weights, output.aux["aux"], output.carry)
-        return told, {name: part.numerator for name, part in grads.items()}
+        result = LossOutput(values, weights, output.aux["aux"], output.carry)
+        return result, {name: part.numerator for name, part in grads.items()}
 
     return differentiated
 
 
 class ObjectiveOfTerms(Objective):
-    """A loss of several terms, whose values and weights go along as aux.
+    """Objective of a loss of several terms, whose values and weights are combined as parts of aux.
 
-    Where totals are not known, the gradients are `Ratio`s, one for each denominator.
+    If the totals are not known, the gradients are a dict of `Ratio`s by denominator.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.terms  # raises for terms that are none
+        _ = self.terms  # raises for invalid terms
 
     @cached_property
     def terms(self) -> Terms:
         return Terms({} if self.loss.terms is None else self.loss.terms, self.loss.totals is not None)
 
     @property
-    def counts(self) -> bool:
+    def counts_totals(self) -> bool:
         return self.loss.totals == "counted"
 
     def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Tree:
         return self._run(args, kwargs)[0].weight
 
     def weights_of(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Array:
-        """The weights of one microbatch, by denominator, as one array; what else the loss computes is left out."""
-        weights = self._terms_of(args, kwargs)[1]
+        """Weights of one microbatch as an array, one per denominator; the compiler removes the rest of the loss."""
+        weights = self._values_and_weights(args, kwargs)[1]
         return jnp.stack([self._number(weights[name]) for name in self.terms.denominators])
 
     def with_totals(self, kwargs: dict[str, Tree], counted: Array) -> dict[str, Tree]:
-        """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
+        """Adds the totals over all replicas to the keyword arguments, by one small all-reduce."""
         if "totals" in kwargs:
-            raise invalid("no totals, where they are counted", "totals")
-        (totals,) = self.over.all_sum([mark_own(self.over, counted)])
+            raise invalid("no argument totals, with totals='counted'", "totals")
+        (totals,) = self.over.all_sum([mark_varying(self.over, counted)])
         return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
 
-    def like(self, params: Tree) -> Tree:
+    def grads_like(self, params: Tree) -> Tree:
         return self.terms.like(params)
 
-    def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
+    def reported(self, values: dict[str, Tree]) -> dict[str, Tree]:
         aux = values["aux"]
-        told = {"grads": values["grads"], "value": aux["terms"], "weight": aux["weights"]}
-        told |= {"aux": aux["aux"]} if jax.tree.leaves(aux["aux"]) else {}
-        told |= {name: values[name] for name in ("grad_norm", "grad_norms") if name in values}
-        return told | {"total": self.terms.total(aux["terms"])}
+        parts = {"grads": values["grads"], "value": aux["terms"], "weight": aux["weights"]}
+        parts |= {"aux": aux["aux"]} if jax.tree.leaves(aux["aux"]) else {}
+        parts |= {name: values[name] for name in ("grad_norm", "grad_norms") if name in values}
+        return parts | {"total": self.terms.total(aux["terms"])}
 
     def differentiated(
         self, args: Sequence[Tree], kwargs: dict[str, Tree]
     ) -> tuple[LossOutput, Form, dict[str, Ratio]]:
-        """Calls the loss and differentiates by denominator: `_run`'s result, with the gradient and weight of each.
+        """Differentiates the loss; returns its output, its form, and by denominator a `Ratio` of gradients and weight.
 
-        One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
+        Takes one linearization (with JAX 0.9 one more per denominator), and one backward pass per denominator.
         """
-        self.batch_positions(args)  # refuses fewer arguments
+        self.batch_positions(args)  # raises for missing arguments
         positions = list(self.loss.argnums) if isinstance(self.loss.argnums, Sequence) else [self.loss.argnums]
 
-        def summed(*params: Tree) -> Tree:
-            called = list(args)
+        def sums_by_denominator(*params: Tree) -> Tree:
+            loss_args = list(args)
             for i, x in zip(positions, params, strict=True):
-                called[i] = x
-            output, form = self._run(called, kwargs)
+                loss_args[i] = x
+            output, form = self._run(loss_args, kwargs)
             sums = self.terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
             return sums, (output, form)
 
-        _, pull_back, (output, form) = vjp_by_name(summed, *(args[i] for i in positions))
+        _, vjp, (output, form) = vjp_by_name(sums_by_denominator, *(args[i] for i in positions))
         weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
-        grads = {name: pull_back(name) for name in self.terms.denominators}
+        grads = {name: vjp(name) for name in self.terms.denominators}
         if not isinstance(self.loss.argnums, Sequence):
-            grads = {name: of_one for name, (of_one,) in grads.items()}
+            grads = {name: grad for name, (grad,) in grads.items()}
         return output, form, self.terms.contribution(grads, weights)
 
     def _run(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[LossOutput, Form]:
-        kwargs, given = dict(kwargs), None
+        kwargs, totals = dict(kwargs), None
         if self.loss.totals is not None:
-            given = require_given("totals={...} of the window's denominators, in each call", kwargs.pop("totals", None))
-        values, weights, output, form = self._terms_of(args, kwargs)
-        told = self.terms.parts(values, weights, given)
-        total = jnp.float32(0) if self.loss.totals is None else self.terms.total(told)
-        aux = {"terms": told, "weights": jax.tree.map(self._number, weights), "aux": output.aux}
-        return LossOutput(total, self.terms.present(weights), aux, output.carry), form
+            totals = kwargs.pop("totals", None)
+            totals = require_given("totals={...} of the window's denominators, in each call", totals)
+        values, weights, output, form = self._values_and_weights(args, kwargs)
+        terms = self.terms.parts(values, weights, totals)
+        loss = jnp.float32(0) if self.loss.totals is None else self.terms.total(terms)
+        aux = {"terms": terms, "weights": jax.tree.map(self._number, weights), "aux": output.aux}
+        return LossOutput(loss, self.terms.present(weights), aux, output.carry), form
 
     def _differentiated(
         self, args: Sequence[Tree], kwargs: dict[str, Tree], scale: Scalar
@@ -186,22 +187,21 @@ class ObjectiveOfTerms(Objective):
         output, form, grads = self.differentiated(args, kwargs)
         return (output.value, output, form), grads
 
-    def _terms_of(
+    def _values_and_weights(
         self, args: Sequence[Tree], kwargs: dict[str, Tree]
     ) -> tuple[dict[str, Tree], dict[str, Tree], LossOutput, Form]:
-        output, form = self._in_form(self.loss.function(*args, **kwargs))
-        require_one("weights that the loss returns or ones of the argument weight", output.weight, self.weight)
-        terms, weights = self.terms.opened(output.value, output.weight)
+        output, form = self._parse_output(self.loss.function(*args, **kwargs))
+        require_one("weights returned by the loss or ones from the argument weight", output.weight, self.weight)
+        values, weights = self.terms.opened(output.value, output.weight)
         if self.weight is not None:
             weights = self.weight(*(args[i] for i in self.batch_positions(args)))
-        values = {term: jnp.asarray(x) for term, x in self.terms.values(terms).items()}
-        values = self.terms.widened(values)
-        # Python's numbers stay known.
-        stopped = {
+        values = {term: jnp.asarray(x) for term, x in self.terms.values(values).items()}
+        # Python numbers are not converted, so that they stay known while tracing.
+        constant_weights = {
             name: lax.stop_gradient(x) if isinstance(x, jax.Array) else x
             for name, x in self.terms.weights(weights).items()
         }
-        return values, stopped, output, form
+        return self.terms.widened(values), constant_weights, output, form
 
     def _weight(self, args: Sequence[Tree], returned: Tree, default_weight: int | None) -> Tree:
         return returned

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Runs a part of a program once on each replica of a mesh axis, whether or not something around it has bound it."""
+"""Runs a function on each replica of an axis that pmap, vmap or shard_map binds, or of a mesh axis under plain jit."""
 
 from __future__ import annotations
 
@@ -24,102 +24,98 @@ from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, Array, Leaf, State, Tree
 
-EXCHANGED_ALONE = 30 * 2**20
-"""Bytes of a replica's array from which on XLA exchanges it by itself on GPUs, in place where nothing reads it again.
+SEPARATE_BYTES = 30 * 2**20
+"""Bytes per replica from which XLA all-reduces an array on its own on GPUs, in place if nothing reads it again.
 
-Smaller ones it copies into one array before, and they stay as they are.
+Smaller arrays are copied into a common buffer first, so that the originals stay intact.
 """
 
 
 def on_replicas(
     over: Collective,
     function: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
-    whole: Tree,
-    rows: Tree = (),
-    own: Tree = (),
+    shared: Tree,
+    batch: Tree = (),
+    local: Tree = (),
 ) -> tuple[Tree, Tree]:
-    """``function(whole, rows, own) -> (whole, own)`` on each replica.
+    """Runs ``function(shared, batch, local) -> (shared, local)`` on each replica.
 
-    Where the axes of ``over`` are bound by pmap, vmap or shard_map, and where ``over`` is not of JAX, that is a call.
-    Where they are axes of the mesh that the arguments lie on, the function is mapped over them, by jax.shard_map over
-    these axes alone: the compiler keeps the others.
+    If pmap, vmap or shard_map binds the axes of ``over``, or ``over`` is not a JAX axis, this is a plain call. If they
+    are axes of the arguments' mesh, the function is mapped over them by jax.shard_map, and the compiler handles all
+    other axes.
 
     Args:
       over: the replicas.
-      function: what it returns as ``whole`` is the same on all replicas.
-      whole: what all replicas get alike; arrays that are split over the axes are gathered before.
-      rows: arrays of which each replica gets a block of the first axis.
-      own: arrays of each replica's own, stacked along a first axis, which the function does not see.
+      function: has to return the same ``shared`` on all replicas.
+      shared: passed to all replicas; arrays that are sharded over the axes are gathered.
+      batch: arrays of which each replica gets a block along the first axis.
+      local: arrays that differ between replicas, stacked along a leading axis, which the function does not see.
 
     Returns:
-      What the function returns, ``own`` stacked again.
+      The results of the function, with ``local`` stacked.
     """
     if not isinstance(over, JaxAxis) or over.is_bound():
-        return function(whole, rows, own)
-    mesh, names = require_mesh(over, (whole, rows, own)), over.names
+        return function(shared, batch, local)
+    mesh, names = require_mesh(over, (shared, batch, local)), over.names
     replicas = math.prod(mesh.shape[name] for name in names)
-    for path, x in _arrays(rows):
+    for path, x in _arrays(batch):
         if x.shape[0] % replicas:
-            expected = f"a number of examples that the {replicas} replicas of {over!r} can share"
+            expected = f"a number of examples that is divisible by the {replicas} replicas of {over!r}"
             raise invalid(expected, x.shape[0], path)
-    for path, x in _arrays(own):
+    for path, x in _arrays(local):
         if x.shape[:1] != (replicas,):
-            expected = f"what is each replica's own along a first axis of {replicas}, as an init on the mesh makes it"
+            expected = f"a leading axis of {replicas} replicas, as in a state made by init on the mesh"
             raise invalid(expected, f"shape {x.shape}", path)
-    leaves, structure = jax.tree.flatten(whole)
+    leaves, structure = jax.tree.flatten(shared)
     arrays = [x for x in leaves if hasattr(x, "shape")]
 
-    def one(arrays: list[Leaf], rows: Tree, own: Tree) -> tuple[Tree, Tree]:
-        back = iter(arrays)
-        # What is no array, a flag in the keyword arguments for instance, is known here as it is outside.
-        whole = jax.tree.unflatten(structure, [next(back) if hasattr(x, "shape") else x for x in leaves])
-        result, owned = function(whole, rows, jax.tree.map(lambda x: x[0], own))
-        return result, jax.tree.map(lambda x: x[None], owned)
+    def on_one(arrays: list[Leaf], batch: Tree, local: Tree) -> tuple[Tree, Tree]:
+        remaining = iter(arrays)
+        # Leaves that are not arrays, such as flags in keyword arguments, stay static.
+        shared = jax.tree.unflatten(structure, [next(remaining) if hasattr(x, "shape") else x for x in leaves])
+        shared, local = function(shared, batch, jax.tree.map(lambda x: x[0], local))
+        return shared, jax.tree.map(lambda x: x[None], local)
 
-    split = P(names)
+    sharded = P(names)
     mapped = jax.shard_map(
-        one,
+        on_one,
         mesh=mesh,
-        in_specs=(P(), split, split),
-        out_specs=(P(), split),
+        in_specs=(P(), sharded, sharded),
+        out_specs=(P(), sharded),
         axis_names=set(names),
-        # What is each replica's own is known by its place here, not by its type.
+        # The arguments themselves say which values vary over replicas; their types need not.
         check_vma=False,
     )
-    arrays, rows, own = (
-        jax.tree.map(lambda x, at=at: _split(mesh, x, names, at), values)
-        for values, at in ((arrays, False), (rows, True), (own, True))
+    arrays, batch, local = (
+        jax.tree.map(lambda x, shards=shards: _reshard(mesh, x, names, shards), values)
+        for values, shards in ((arrays, False), (batch, True), (local, True))
     )
-    return jax.jit(mapped)(arrays, rows, own)
+    return jax.jit(mapped)(arrays, batch, local)
 
 
-def require_of_jax(over: Collective) -> None:
-    """Raises for a collective that exchanges arrays of another framework."""
+def require_jax_collective(over: Collective) -> None:
+    """Raises for a collective of another framework."""
     if over.framework not in (None, "jax"):
         raise invalid("replicas of JAX: LOCAL or jax_axis(name)", over)
 
 
 def require_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh:
-    """The mesh that `find_mesh` finds.
-
-    Raises:
-      GradCombineError: as `find_mesh`, and where there is none.
-    """
+    """Like `find_mesh`, but raises if there is no mesh."""
     mesh = find_mesh(over, values)
     if mesh is None:
         expected = (
-            "an axis that the surrounding pmap, vmap or shard_map binds, or one of the mesh that the arguments lie on "
-            "(jax.device_put) or that is in scope (jax.set_mesh)"
+            "an axis that the surrounding pmap, vmap or shard_map binds, or one of the mesh of the arguments "
+            "(jax.device_put) or in scope (jax.set_mesh)"
         )
         raise invalid(expected, f"{over!r}, and no mesh")
     return mesh
 
 
 def find_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh | None:
-    """The mesh that is in scope or that the values lie on, and has the axes; None for values on one device.
+    """The mesh in scope or that of the values; None if there is none, as for values on one device.
 
     Raises:
-      GradCombineError: for several meshes, and for one that has not the axes.
+      GradCombineError: for several meshes, and for a mesh without the axes of ``over``.
     """
     meshes: dict[Any, tuple[Mesh | AbstractMesh, str]] = {}
     scope = jax.sharding.get_abstract_mesh()
@@ -128,122 +124,123 @@ def find_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh | None:
     for path, x in _arrays(values):
         mesh = _mesh(x)
         if mesh is not None:
-            # One with its devices, where there is one, stands for all that are equal to it.
+            # Of equal meshes, keep one with devices, if there is any.
             abstract = mesh.abstract_mesh
             meshes.setdefault(abstract, (mesh, path))
             if isinstance(mesh, Mesh):
                 meshes[abstract] = mesh, meshes[abstract][1]
     if not meshes:
         return None
-    (first, at), *others = meshes.values()
+    (first, first_path), *others = meshes.values()
     if others:
         ((other, path), *_) = others
-        raise invalid(f"arguments on {_described(first)}, as {at} is", _described(other), path)
+        raise invalid(f"arguments on {_described(first)}, as {first_path} is", _described(other), path)
     if not set(over.names) <= set(first.axis_names):
         raise invalid(f"axes of {_described(first)}, or ones that shard_map binds", repr(over))
     return first
 
 
-def on_their_mesh(specs: Tree, values: Tree) -> Tree:
-    """The specs of an abstract evaluation with the devices of the arrays that it was made of.
+def with_mesh_of(specs: Tree, values: Tree) -> Tree:
+    """Puts the devices of the inputs ``values`` into the output specs of an abstract evaluation.
 
-    Of arrays on explicit axes it gives shardings without devices, which nothing can be made like outside of
-    ``jax.set_mesh``.
+    For arrays on explicit axes, jax.eval_shape returns shardings on an abstract mesh, and no array can be made from
+    these outside ``jax.set_mesh``.
     """
-    found = (_mesh(x) for _, x in _arrays(values))
-    meshes = {mesh.abstract_mesh: mesh for mesh in found if isinstance(mesh, Mesh)}
+    candidates = (_mesh(x) for _, x in _arrays(values))
+    meshes = {mesh.abstract_mesh: mesh for mesh in candidates if isinstance(mesh, Mesh)}
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        kind = x.sharding
-        if not isinstance(kind, NamedSharding) or kind.mesh not in meshes:
+        old = x.sharding
+        if not isinstance(old, NamedSharding) or old.mesh not in meshes:
             return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(meshes[kind.mesh], kind.spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(meshes[old.mesh], old.spec))
 
     return jax.tree.map(placed, specs)
 
 
-def own_state(over: Collective, own: Tree, beside: Tree) -> Tree:
-    """The initial state of each replica for `on_replicas`: typed as varying, or stacked along the mesh axis."""
+def local_state(over: Collective, initial: Tree, params: Tree) -> Tree:
+    """The initial ``local`` of `on_replicas`: marked as varying, or stacked along the mesh axis of the parameters."""
     if not isinstance(over, JaxAxis) or over.is_bound():
-        return mark_own(over, own)
-    if find_mesh(over, beside) is None:  # made outside of the mapped function
-        return own
-    return on_replicas(over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
+        return mark_varying(over, initial)
+    if find_mesh(over, params) is None:  # init outside the mapped function
+        return initial
+    return on_replicas(over, lambda shared, *_: ((), shared[0]), (initial, params))[1]
 
 
-def divided(over: Collective, reduction: Reduction, state: State, params: Tree) -> Tree:
-    """The value of a state that the replicas have merged; where they are a mesh's, of which all see the whole.
+def finalized(over: Collective, reduction: Reduction, state: State, params: Tree) -> Tree:
+    """Finalizes a merged state, so that on a mesh XLA can turn the all-reduce into a reduce-scatter.
 
-    An optimizer whose state is split over the replicas needs a part of the sums alone, and XLA makes a reduce-scatter
-    of an all-reduce of which only parts are read, all at one place.
+    An optimizer with a sharded state reads only a shard of the sums on each device. XLA reduce-scatters instead of
+    all-reducing if the result has a single reader, which reads only a shard.
 
     Args:
       over: as for `on_replicas`.
-      reduction: the state's.
-      state: outside of the mapped function.
-      params: those whose gradients the value's part "grads" has: it is split as they are, where that is known.
+      reduction: the reduction of the state.
+      state: merged over the replicas, outside the mapped function.
+      params: the parameters; "grads" of the result is sharded like them, if their shardings are known.
     """
     if not isinstance(over, JaxAxis) or over.is_bound():
         return reduction.finalize(state)
     mesh = require_mesh(over, (state, params))
 
     def value(state: State) -> Tree:
-        return reduction.finalize(jax.tree.map(partial(_once, mesh), state))
+        return reduction.finalize(jax.tree.map(partial(_with_single_reader, mesh), state))
 
     combined = value(state)
-    if not is_split(over, params) or jax.tree.structure(combined["grads"]) != jax.tree.structure(params):
+    if not is_sharded(over, params) or jax.tree.structure(combined["grads"]) != jax.tree.structure(params):
         return combined
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, params)
     return combined | {"grads": jax.sharding.auto_axes(lambda state: value(state)["grads"], out_sharding=like)(state)}
 
 
-def is_split(over: JaxAxis, params: Tree) -> bool:
-    """Whether parameters are split over the replicas, as far as their types say: those of explicit axes."""
+def is_sharded(over: JaxAxis, params: Tree) -> bool:
+    """Whether the types of the parameters show that they are sharded over the replicas (explicit axes only)."""
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     return any(set(over.names) & set(_names(jax.typeof(x).sharding.spec)) for x in leaves)
 
 
 @dataclass(frozen=True)
 class ReplicatedWindow(Window):
-    """A window whose exchange maps over the mesh, where nothing around it does.
+    """A window that merges the replicas of a mesh axis even if no surrounding transformation binds it.
 
     Attributes:
-      params: whose gradients it holds, as for `divided`.
+      params: the parameters, as for `finalized`.
     """
 
     params: Tree = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_of_jax(self.over)
+        require_jax_collective(self.over)
 
     def may_overwrite(self, array: Array) -> bool:
         if not isinstance(self.over, JaxAxis):
             return False
         if self.over.is_bound():
-            return array.nbytes >= EXCHANGED_ALONE
-        return array.nbytes >= EXCHANGED_ALONE * array.shape[0] and not is_split(self.over, self.params)
+            return array.nbytes >= SEPARATE_BYTES
+        # The first axis is that of the replicas. For sharded parameters, see `finalized`.
+        return array.nbytes >= SEPARATE_BYTES * array.shape[0] and not is_sharded(self.over, self.params)
 
     def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
         if not isinstance(self.over, JaxAxis) or self.over.is_bound():
             return super().exchanged(state, taken)
 
-        def on_each(position: Tree, rows: Tree, levels: Tree) -> tuple[State, list[Array]]:
-            return self.merged(AccumulateState(levels, *position), taken)
+        def merge(counters: Tree, batch: Tree, levels: Tree) -> tuple[State, list[Array]]:
+            return self.merged(AccumulateState(levels, *counters), taken)
 
-        position = state.step, state.index
-        merged, arrays = on_replicas(self.over, on_each, position, own=state.levels)
-        return divided(self.over, self.reduction, merged, self.params), arrays
+        counters = state.step, state.index
+        merged, arrays = on_replicas(self.over, merge, counters, local=state.levels)
+        return finalized(self.over, self.reduction, merged, self.params), arrays
 
 
-def mark_own(over: Collective, values: Tree) -> Tree:
-    """The values, typed as this replica's own. Gradients with respect to such are its own too, and not summed yet."""
+def mark_varying(over: Collective, values: Tree) -> Tree:
+    """Marks the leaves as varying over replicas; gradients with respect to them are then not summed over replicas."""
     arrays, structure = jax.tree.flatten(values)
     return jax.tree.unflatten(structure, over.mark_varying(arrays))
 
 
 def align(values: Tree, specs: Tree) -> Tree:
-    """The values, typed to differ over the axes of their specs as well, as a scan or a conditional asks for."""
+    """Marks values as varying over the axes of their specs, as the carry of a scan or conditional requires."""
 
     def one(value: Tree, spec: Tree) -> Tree:
         missing = tuple(varying(spec) - varying(value))
@@ -252,14 +249,14 @@ def align(values: Tree, specs: Tree) -> Tree:
     return jax.tree.map(one, values, specs)
 
 
-def aligned(values: Tree, specs: Tree) -> bool:
+def is_aligned(values: Tree, specs: Tree) -> bool:
     """Whether `align` would change nothing."""
     pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs), strict=True)
     return all(varying(spec) <= varying(value) for value, spec in pairs)
 
 
-def _once(mesh: Mesh | AbstractMesh, x: Array) -> Array:
-    """The array, which in the eyes of the compiler has one reader then; not on explicit axes, whose types say all."""
+def _with_single_reader(mesh: Mesh | AbstractMesh, x: Array) -> Array:
+    """Adds a sharding constraint, so that the compiler sees a single reader; not for explicit axes, typed already."""
     scope = jax.sharding.get_abstract_mesh()
     mesh = mesh if scope.empty else scope
     if mesh.explicit_axes or not isinstance(x, Tracer):
@@ -272,14 +269,14 @@ def _names(spec: P) -> Iterator[str]:
         yield from entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def _split(mesh: Mesh | AbstractMesh, x: Leaf, names: tuple[str, ...], first: bool) -> Array:
-    """Reshards an array over axes along its first dimension, or not at all: only explicit axes need it."""
+def _reshard(mesh: Mesh | AbstractMesh, x: Leaf, names: tuple[str, ...], shards: bool) -> Array:
+    """Shards an array over explicit axes along its first dimension, or gathers it; leaves automatic axes to XLA."""
     if not any(name in mesh.explicit_axes for name in names):
         return x
-    if _mesh(x) is None:  # of one device, or NumPy's
-        return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, P(names) if first else P()))
+    if _mesh(x) is None:  # on one device, or a NumPy array
+        return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, P(names) if shards else P()))
     entries = [_without(entry, names) for entry in jax.typeof(x).sharding.spec]
-    if first:
+    if shards:
         kept = entries[0] if isinstance(entries[0], tuple) else () if entries[0] is None else (entries[0],)
         entries[0] = (*names, *kept)
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
@@ -298,8 +295,8 @@ def _arrays(values: Tree) -> Iterator[tuple[str, Array]]:
 
 
 def _mesh(x: Leaf) -> Mesh | AbstractMesh | None:
-    """Of one device or more, that an array or spec lies on."""
-    if not isinstance(x, jax.Array) and not isinstance(x, jax.ShapeDtypeStruct):
+    """Mesh of an array or spec; None without one."""
+    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         return None
     sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None

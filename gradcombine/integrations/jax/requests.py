@@ -1,5 +1,5 @@
 # pyright: standard
-"""Windows whose microbatches, and whose end, are separate requests, for several sets of parameters."""
+"""Training steps whose microbatches and updates are separate requests, for several sets of parameters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from gradcombine.errors import (
     shown,
     translate_errors,
 )
-from gradcombine.integrations.jax.arrays import examples, place_beside, require_transformation, require_tree, usable
+from gradcombine.integrations.jax.arrays import (
+    examples,
+    explain_rejection,
+    place_beside,
+    require_transformation,
+    require_tree,
+)
 from gradcombine.integrations.jax.loss import Loss, require_first
-from gradcombine.integrations.jax.modules import accepting_modules, differentiated, with_differentiated
+from gradcombine.integrations.jax.modules import module_aware_loss, stateless_params, with_params
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of
 from gradcombine.integrations.jax.scan import divide
-from gradcombine.integrations.jax.step_functions import (
-    StepMetrics,
-    holds_aux,
-    owned,
-    parts_like,
-)
+from gradcombine.integrations.jax.step_functions import StepMetrics, copied, holds_aux, part_specs
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import NumberedState, ranges
@@ -49,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """A part of a window.
+    """A subtree of a window's canonical tree.
 
     Attributes:
-      level, place: it holds the microbatches ``[place * 2**level, (place + 1) * 2**level)``. In order "sequential" both
-        are 0, and it holds all.
-      state: of the reduction, each replica's own.
+      level, place: the node holds the microbatches from ``place * 2**level`` to ``(place + 1) * 2**level - 1``. In
+        order "sequential" both are 0, and the single node holds all microbatches.
+      state: of the reduction, different on each replica.
     """
 
     level: int
@@ -63,14 +64,14 @@ class Node(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One set of parameters, and its window.
+    """One set of parameters and its window.
 
     Attributes:
       params: the parameters.
       opt_state: the optimizer's state.
-      window: its number, from 0: how often the optimizer has run.
-      held: the numbers of the microbatches in the window.
-      nodes: its accumulators; none where it is empty.
+      window: number of the window, from 0: how often the optimizer has run.
+      held: numbers of the microbatches in the window.
+      nodes: accumulators of the window; () if it is empty.
     """
 
     params: Tree
@@ -81,19 +82,19 @@ class Slot(NamedTuple):
 
 
 Slots = Mapping[Hashable, Slot]
-"""The state of a `RequestStep`: a dict, replaced and never changed. Its numbers are the host's, its arrays JAX's."""
+"""State of a `RequestStep`: a dict that is never mutated. Its numbers are Python integers, its arrays JAX arrays."""
 
 
 @dataclass(frozen=True)
 class RequestStep:
     """A training step in separate requests; made by `request_step`.
 
-    Every method returns a new state and leaves the others' slots as they are. A slot's accumulators are donated to
-    `forward_backward`, and with parameters and optimizer state to `optim_step`: use the state that was returned.
+    Every method returns a new state, in which all other slots are unchanged. `forward_backward` donates the slot's
+    accumulators; `optim_step` donates its parameters and optimizer state, too: continue with the returned state.
 
     Attributes:
-      programs: what is compiled; ``step.programs.more.lower(...)`` for instance is for an audit.
-      microbatches: the most that a window has.
+      programs: the compiled programs, for instance ``step.programs.more.lower(...)`` for an audit.
+      microbatches: the largest number of microbatches in a window.
     """
 
     programs: RequestPrograms
@@ -101,7 +102,7 @@ class RequestStep:
 
     @operation("request_step")
     def init(self, params: Mapping[Hashable, Tree]) -> Slots:
-        """The state of slots by name, each with a copy of its parameters and an empty window.
+        """Creates slots by name, each with a copy of its parameters and an empty window.
 
         Parameters are a tree of arrays, or a module of flax.nnx or equinox without random streams or state.
         """
@@ -112,18 +113,18 @@ class RequestStep:
 
     @operation("request_step")
     def add(self, state: Slots, slot: Hashable, params: Tree) -> Slots:
-        """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
-        expected = "a slot that does not exist, of a hashable name"
+        """Adds a slot. If its parameters have the shapes of another slot's, nothing is compiled for it."""
+        expected = "a hashable name of a slot that does not exist yet"
         with translate_errors(expected, TypeError, received=shown(slot)):
             if slot in _slots(state):
                 raise invalid(expected, shown(slot))
-        arrays = owned(differentiated(params)[0])
-        opt_state = place_beside(arrays, owned(self.programs.optimizer.init(arrays)))
-        return {**state, slot: Slot(with_differentiated(params, arrays), opt_state)}
+        arrays = copied(stateless_params(params)[0])
+        opt_state = place_beside(arrays, copied(self.programs.optimizer.init(arrays)))
+        return {**state, slot: Slot(with_params(params, arrays), opt_state)}
 
     @operation("request_step")
     def remove(self, state: Slots, slot: Hashable) -> Slots:
-        """The state without a slot."""
+        """Removes a slot."""
         _slot(state, slot)
         return {name: held for name, held in state.items() if name != slot}
 
@@ -137,68 +138,68 @@ class RequestStep:
         window: int | None = None,
         **kwargs: Tree,
     ) -> Slots:
-        """Adds a microbatch's gradient to the window of a slot; the replicas exchange nothing.
+        """Adds the gradient of a microbatch to the window of a slot, without communication.
 
         Args:
           state: the slots.
-          *batch: the loss's arguments after the parameters.
-          slot: whose parameters.
-          number: the microbatch's number in its window, from 0. One that the window holds already changes nothing, and
-            is not computed. A list of m numbers: the batch is divided into m microbatches, in this order.
-          window: the number of the window that it belongs to, as `Slot.window` counts. A request for one that has ended
-            changes nothing. None: the one that is open.
-          **kwargs: the loss's, the same for all microbatches: for instance the parameters that all slots share.
+          *batch: arguments of the loss after the parameters.
+          slot: name of the slot.
+          number: number of the microbatch in its window, from 0. If the window already holds it, nothing is computed or
+            changed. A list of m numbers: the batch is divided into m microbatches with these numbers.
+          window: number of the window that it belongs to, as in `Slot.window`. A request for a window that has ended
+            changes nothing. None: the open window.
+          **kwargs: keyword arguments of the loss, the same for all microbatches: for instance shared parameters.
 
         Raises:
-          GradCombineError: for a slot that does not exist, a number that is not below ``microbatches``, and as
-            `train_step`; the state is whole then.
+          GradCombineError: for an unknown slot, a number that is not below ``microbatches``, and as `train_step`; the
+            state remains valid.
         """
         held = _slot(state, slot)
         expected = f"numbers of microbatches, from 0 to {self.microbatches - 1}"
-        several = number if isinstance(number, (list, tuple, range)) else [number]
-        numbers = [require_integer(expected, n, lowest=0, highest=self.microbatches - 1) for n in several]
+        numbers = number if isinstance(number, (list, tuple, range)) else [number]
+        numbers = [require_integer(expected, n, lowest=0, highest=self.microbatches - 1) for n in numbers]
         require_distinct("each microbatch once", numbers)
         if not self._is_open(held, window):
             return state
         require_tree(batch, kwargs)
-        called = [None, *batch]
-        positions = self.programs.objective.batch_positions(called)
-        rows = self._divided([called[i] for i in positions], len(numbers))
-        for n, row in zip(numbers, rows, strict=True):
+        loss_args = [None, *batch]
+        positions = self.programs.objective.batch_positions(loss_args)
+        microbatches = _divided([loss_args[i] for i in positions], len(numbers))
+        for n, microbatch in zip(numbers, microbatches, strict=True):
             if n not in held.held:
-                for i, x in zip(positions, row, strict=True):
-                    called[i] = x
-                held = self._contributed(held, n, called[1:], kwargs)
+                for i, x in zip(positions, microbatch, strict=True):
+                    loss_args[i] = x
+                held = self._contributed(held, n, loss_args[1:], kwargs)
         return {**state, slot: held}
 
     @operation("request_step")
     def optim_step(self, state: Slots, slot: Hashable, window: int | None = None) -> tuple[Slots, StepMetrics]:
-        """Ends the window of a slot: the replicas exchange, and the optimizer runs on what it holds.
+        """Ends the window of a slot: all-reduces it over the replicas and runs the optimizer.
 
         Args:
           state, slot: as for `forward_backward`.
-          window: the number of the window to end. One that has ended changes nothing, and the metrics are zeros, with
-            ``applied`` False and no aux: so a request may be sent again.
+          window: number of the window to end. One that has ended changes nothing, so that a request can be repeated;
+            the metrics are then zeros, with ``applied`` False and no aux.
 
         Raises:
-          GradCombineError: for a slot that does not exist, or holds nothing.
+          GradCombineError: for an unknown slot, and for an empty window.
         """
         held = _slot(state, slot)
         if not self._is_open(held, window):
             return state, self.programs.no_metrics()
         _require_filled(held, slot)
-        whole, (params, _) = self._folded(held.nodes), differentiated(held.params)
-        with usable(params, held.opt_state, whole):
-            params, opt_state, _, metrics = self.programs.end(params, held.opt_state, whole, np.int32(held.window))
-        return {**state, slot: Slot(with_differentiated(held.params, params), opt_state, held.window + 1)}, metrics
+        node, (params, _) = self._folded(held.nodes), stateless_params(held.params)
+        with explain_rejection(params, held.opt_state, node):
+            params, opt_state, _, metrics = self.programs.end(params, held.opt_state, node, np.int32(held.window))
+        return {**state, slot: Slot(with_params(held.params, params), opt_state, held.window + 1)}, metrics
 
     @operation("request_step")
     def discard(self, state: Slots, slot: Hashable, window: int | None = None) -> Slots:
-        """Empties the window of a slot; its number stays.
+        """Empties the window of a slot, whose number stays the same.
 
         Args:
           state, slot: as for `forward_backward`.
-          window: the number of the window to empty. One that has ended changes nothing: so a request may be sent again.
+          window: number of the window to empty; one that has ended changes nothing, so that a request can be repeated.
         """
         held = _slot(state, slot)
         if not self._is_open(held, window):
@@ -207,9 +208,9 @@ class RequestStep:
 
     @operation("request_step")
     def save(self, path: str | os.PathLike[str], state: Slots, slot: Hashable) -> None:
-        """Saves the window of a slot, merged over the replicas, in a state file that tells its microbatches.
+        """Saves the window of a slot, merged over the replicas, in a state file that lists its microbatches.
 
-        Its parameters and its optimizer's state are for a checkpoint.
+        Save the parameters and the optimizer's state in a checkpoint.
         """
         held = _slot(state, slot)
         _require_filled(held, slot)
@@ -221,19 +222,19 @@ class RequestStep:
         """Replaces the window of a slot by a saved one, on any number of replicas.
 
         Args:
-          path: of the file.
-          state, slot: whose window.
-          *example: the loss's arguments after the parameters, or specs of them, where it has terms or aux; with kwargs.
+          path: path of the state file.
+          state, slot: as for `forward_backward`.
+          *example: arguments of the loss after the parameters, or specs, for a loss with terms or aux; with kwargs.
 
         Raises:
           GradCombineError: as `gradcombine.statefile.load`.
         """
         held = _slot(state, slot)
-        params, rest = differentiated(held.params)
+        params, rest = stateless_params(held.params)
         loss = self.programs.objective.loss
         if loss.has_aux or loss.terms is not None:
-            require_given("an example of the loss's arguments, of a loss with aux or terms", example or kwargs or None)
-        like = parts_like(self.programs.objective, params, None, example, kwargs | rest if example else kwargs)
+            require_given("an example of the arguments, for a loss with aux or terms", example or kwargs or None)
+        like = part_specs(self.programs.objective, params, None, example, kwargs | rest if example else kwargs)
         states = load_replicas(path, self._numbered("aux" in like), like)
         nodes = [self._loaded(x, params) for x in states]
         if self._is_sequential:
@@ -242,9 +243,9 @@ class RequestStep:
         return {**state, slot: held._replace(held=frozenset(numbers), nodes=tuple(nodes))}
 
     def _contributed(self, held: Slot, number: int, batch: Sequence[Tree], kwargs: dict[str, Tree]) -> Slot:
-        params, rest = differentiated(held.params)
+        params, rest = stateless_params(held.params)
         at = params, np.int32(held.window), np.int32(number), batch, kwargs | rest
-        with usable(params, batch, kwargs, held.nodes):
+        with explain_rejection(params, batch, kwargs, held.nodes):
             if not self._is_sequential:
                 nodes = self._inserted(held.nodes, Node(0, number, self.programs.begin(*at)))
             elif held.nodes:
@@ -254,15 +255,15 @@ class RequestStep:
         return held._replace(held=held.held | {number}, nodes=nodes)
 
     def _inserted(self, nodes: tuple[Node, ...], node: Node) -> tuple[Node, ...]:
-        """The nodes with one more, which is merged with its sibling where that is there."""
-        by_place = {(x.level, x.place): x for x in nodes}
-        while (sibling := by_place.pop((node.level, node.place ^ 1), None)) is not None:
+        """Inserts a node, and merges siblings as long as there are any."""
+        remaining = {(x.level, x.place): x for x in nodes}
+        while (sibling := remaining.pop((node.level, node.place ^ 1), None)) is not None:
             first, later = sorted((node, sibling), key=lambda x: x.place)
             node = Node(node.level + 1, node.place >> 1, self.programs.merge(first.state, later.state))
-        return (*by_place.values(), node)
+        return (*remaining.values(), node)
 
     def _folded(self, nodes: tuple[Node, ...]) -> State:
-        """The nodes in one, in the canonical order, of which what is missing is left out."""
+        """Merges all nodes in the canonical order, without the missing subtrees."""
         lowest, *others = sorted(nodes, key=lambda x: x.level)
         while others:
             if (lowest.level, lowest.place ^ 1) not in {(x.level, x.place) for x in others}:
@@ -271,13 +272,13 @@ class RequestStep:
         return lowest.state
 
     def _saved(self, node: Node, held: frozenset[int]) -> NumberedState:
-        """A node merged over the replicas, with a ledger of what it holds."""
+        """Merges a node over the replicas and adds a ledger of its microbatches."""
         counts = np.zeros(self.microbatches, np.int32)
         counts[[n for n in held if self._is_sequential or n >> node.level == node.place]] = 1
         return NumberedState(self.programs.merge_replicas(node.state), counts)
 
     def _loaded(self, saved: NumberedState, params: Tree) -> Node:
-        numbers, state = np.flatnonzero(saved.counts).tolist(), self.programs.on_the_first(saved.value, params)
+        numbers, state = np.flatnonzero(saved.counts).tolist(), self.programs.place_on_first(saved.value, params)
         if self._is_sequential:
             return Node(0, 0, state)
         level = len(numbers).bit_length() - 1
@@ -293,19 +294,21 @@ class RequestStep:
     def _numbered(self, has_aux: bool) -> Reduction:
         return reductions.numbered(self.programs.window(has_aux).reduction, self.microbatches)
 
-    def _divided(self, rows: list[Tree], count: int) -> list[list[Leaf]]:
-        if count == 1:
-            return [rows]
-        parts = divide(rows, count)
-        if not (parts.full == count and parts.rest is None):
-            raise invalid(f"examples that {count} microbatches can share", examples(rows))
-        return [jax.tree.map(lambda x, i=i: x[i], parts.stacked) for i in range(count)]
-
     def _is_open(self, held: Slot, window: int | None) -> bool:
+        """Whether ``window`` is the slot's open window; raises for a future one."""
         if window is None:
             return True
         expected = f"the window {held.window}, or one that has ended"
         return require_integer(expected, window, lowest=0, highest=held.window) == held.window
+
+
+def _divided(batch: list[Tree], count: int) -> list[list[Leaf]]:
+    if count == 1:
+        return [batch]
+    parts = divide(batch, count)
+    if not (parts.full == count and parts.rest is None):
+        raise invalid(f"a number of examples that is divisible by {count} microbatches", examples(batch))
+    return [jax.tree.map(lambda x, i=i: x[i], parts.stacked) for i in range(count)]
 
 
 def _slots(state: object) -> Slots:
@@ -334,22 +337,22 @@ def request_step(
     over: Collective = gc.LOCAL,
     order: Order = "sequential",
 ) -> RequestStep:
-    """A training step whose gradients and whose update are separate requests, for many sets of parameters at once.
+    """Builds a training step whose gradients and updates are separate requests, for many sets of parameters at once.
 
     For services that accumulate on demand: `RequestStep.forward_backward` adds one numbered microbatch to the window of
-    a slot (an adapter, say), and `RequestStep.optim_step` ends the window. Requests may come in any order, twice, or
-    for a window that has ended; a number counts once. Slots share the compiled programs, and nothing is traced again
-    when one more is added; a request touches the arrays of its slot alone, so that a NaN stays there.
+    a slot (for instance an adapter), and `RequestStep.optim_step` ends the window. Requests may come in any order,
+    repeatedly, or for a window that has ended; each number counts once. Slots share the compiled programs: adding one
+    does not retrace. A request only touches the arrays of its slot, so that a NaN stays there.
 
     Args:
-      loss, weight, reduction, over: as for `gradcombine.integrations.jax.train_step`. No carry, and no totals that are
-        counted before. A random key is folded with the microbatch's number, so that a request that is sent again
-        computes the same.
-      optimizer: an optax transformation, run once a window.
+      loss, weight, reduction, over: as for `gradcombine.integrations.jax.train_step`. The loss has no carry and no
+        "counted" totals. The numbers of window and microbatch are folded into a random key, so that a repeated request
+        computes the same gradient.
+      optimizer: an optax transformation, run once per window.
       microbatches: the largest number of microbatches in a window, 2**24 or less.
       order: as for `gradcombine.accumulate`. "tree": the bits do not depend on the order of the requests; the window
-        has a node for each part of the canonical tree that is complete: about log2 of the microbatches if they come in
-        order, and half of them at worst.
+        has one node per complete subtree of the canonical tree: about log2 of the number of microbatches if they come
+        in order, and at most half of it.
 
     Returns:
       A `RequestStep`.
@@ -357,11 +360,10 @@ def request_step(
     Raises:
       GradCombineError: as `train_step`.
 
-    Bits: those of `gradcombine.combine` over the microbatches held, in the order of their arrival; in order "tree" in
-    the canonical order of their numbers. In precision "exact" they do not depend on any order.
+    Bits: those of `gradcombine.combine` over the microbatches in the window, in the order of their arrival, or for
+    order "tree" in the canonical order of their numbers. In precision "exact" they do not depend on the order.
 
-    Memory: a window takes one accumulator a parameter from its first microbatch to its end. A microbatch adds to it in
-    place.
+    Memory: a window takes one accumulator per parameter, from its first microbatch to its end, updated in place.
 
     >>> import jax.numpy as jnp, optax
     >>> from gradcombine.integrations.jax import request_step
@@ -376,17 +378,16 @@ def request_step(
     >>> float(state["a"].params), float(state["b"].params)
     (-3.0, 5.0)
     """
-    objective = objective_of(accepting_modules(Loss.of(loss)), weight, reduction, over, order)
-    carried, numbered = objective.loss.carry_argnum is not None, objective.reduction.microbatches is not None
+    objective = objective_of(module_aware_loss(Loss.of(loss)), weight, reduction, over, order)
     require_first(objective.loss)
-    if carried:
+    if objective.loss.carry_argnum is not None:
         raise invalid("a loss without a carry, as requests come in any order", "carry_argnum")
-    if objective.counts:
-        raise invalid("totals that are given or not known before", "counted ones")
-    if numbered:
-        raise invalid("a reduction without a ledger: the step keeps one", repr(objective.reduction))
+    if objective.counts_totals:
+        raise invalid("totals that are given or unknown, as requests come in any order", "totals='counted'")
+    if objective.reduction.microbatches is not None:
+        raise invalid("a reduction without a ledger, as the step keeps one", repr(objective.reduction))
     with importing("request_step"):
-        import optax  # which gradients alone do not need
+        import optax  # optional: gradients alone do not need it
     require_transformation(optimizer)
     programs = RequestPrograms(objective, optax.with_extra_args_support(optimizer))
     return RequestStep(programs, valid("microbatches", microbatches))

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The end of a window, in place on every machine."""
+"""A branch for the end of a window that updates its operands in place on every backend."""
 
 from __future__ import annotations
 
@@ -11,83 +11,81 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
 from gradcombine.backends.registry import load
-from gradcombine.integrations.jax.on_replicas import align, aligned
+from gradcombine.integrations.jax.on_replicas import align, is_aligned
 from gradcombine.types import Array, Tree
 
 Run: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
-"""``kept -> (kept, metrics)``, with the shapes and dtypes that were kept."""
+"""``kept -> (kept, metrics)``; shapes and dtypes of ``kept`` do not change."""
 
 
 def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
-    """``run(kept)`` where the scalar condition holds; else ``kept`` as it is, and zeros for the metrics.
+    """Returns ``run(kept)`` if the condition is true; else ``kept`` unchanged, and zeros for the metrics.
 
-    Whatever else `run` reads it closes over, and it is not written; ``kept`` is changed in place. A conditional would
-    copy every buffer that passes through it, or, on GPUs, run both branches and select, so this is a loop that turns
-    once or not at all. As JAX has no reverse of such a loop, derivatives are those of the conditional.
+    A conditional would copy every buffer that passes through it, or, on GPUs, run both branches and select. So this is
+    a while loop of at most one iteration, which updates ``kept`` in place and only reads what ``run`` closes over. JAX
+    cannot differentiate a while loop in reverse mode: derivatives are those of the conditional.
 
     Args:
       condition: boolean scalar, the same on all replicas.
-      run: what happens at the end of a window.
+      run: ends a window, for instance.
       kept: a tree of arrays.
-
-    Returns:
-      What is kept, and the metrics.
     """
     if not isinstance(condition, Tracer):
-        return _at_once(condition, run, kept)
+        return _run_if_concrete(condition, run, kept)
     branch = _Branch(run, kept)
     flat = load("jax").custom_derivative(branch.loop, branch.conditional, [condition, *branch.arguments])
     return branch.results(flat)
 
 
 def conditional(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
-    """`run_if` by a conditional, which GPUs turn into selects where all of its operations are elementwise."""
+    """`run_if` as a conditional, which XLA turns into selects on GPUs if all of its operations are elementwise."""
     if not isinstance(condition, Tracer):
-        return _at_once(condition, run, kept)
+        return _run_if_concrete(condition, run, kept)
     branch = _Branch(run, kept)
     return branch.results(branch.conditional(condition, *branch.arguments))
 
 
-def _at_once(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
+def _run_if_concrete(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
     if condition:
         return run(kept)
     return kept, jax.tree.map(jnp.zeros_like, jax.eval_shape(run, kept)[1])
 
 
 class _Branch:
-    """A run, traced once, over flat arrays.
+    """A traced ``run``, as a function of flat arrays.
 
-    All that is traced is an argument, also what the run closes over: a derivative does not see through a closure.
+    Arrays that it closes over become arguments, as custom derivatives cannot differentiate closed-over values.
     """
 
     def __init__(self, run: Run, kept: Tree) -> None:
         traced, specs = jax.make_jaxpr(run, return_shape=True)(kept)
-        while not aligned(kept, specs[0]):
+        while not is_aligned(kept, specs[0]):
             kept = align(kept, specs[0])
             traced, specs = jax.make_jaxpr(run, return_shape=True)(kept)
-        self._jaxpr, self._constants, self._specs = traced.jaxpr, len(traced.consts), specs
+        self._jaxpr, self._n_constants, self._specs = traced.jaxpr, len(traced.consts), specs
         self.arguments = [*traced.consts, *jax.tree.leaves(kept)]
 
     def loop(self, condition: Array, *arrays: Array) -> list[Array]:
-        closed, carried = self._begun(arrays)
+        constants, operands = self._constants_and_operands(arrays)
 
-        def turn(carry: list[Array]) -> list[Array]:
-            return [jnp.zeros_like(condition), *self._run(closed, carry[1:])]
+        def body(carry: list[Array]) -> list[Array]:
+            return [jnp.zeros_like(condition), *self._run(constants, carry[1:])]
 
-        return jax.lax.while_loop(lambda carry: carry[0], turn, [condition, *carried])[1:]
+        return jax.lax.while_loop(lambda carry: carry[0], body, [condition, *operands])[1:]
 
     def conditional(self, condition: Array, *arrays: Array) -> list[Array]:
-        closed, carried = self._begun(arrays)
-        return jax.lax.cond(condition, lambda: self._run(closed, carried), lambda: carried)
+        constants, operands = self._constants_and_operands(arrays)
+        return jax.lax.cond(condition, lambda: self._run(constants, operands), lambda: operands)
 
     def results(self, arrays: Sequence[Array]) -> tuple[Tree, Tree]:
         return jax.tree.unflatten(jax.tree.structure(self._specs), arrays)
 
-    def _begun(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
+    def _constants_and_operands(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
+        """Arrays that ``run`` closes over; and what the branch returns: ``kept``, and zeros for the metrics."""
         metrics = jax.tree.leaves(self._specs[1])
         zeros = align([load("jax").full(spec.shape, 0, spec.dtype, [spec]) for spec in metrics], metrics)
-        return arrays[: self._constants], [*arrays[self._constants :], *zeros]
+        return arrays[: self._n_constants], [*arrays[self._n_constants :], *zeros]
 
-    def _run(self, constants: Sequence[Array], carried: list[Array]) -> list[Array]:
-        kept = carried[: len(self.arguments) - self._constants]
-        return align(eval_jaxpr(self._jaxpr, constants, *kept), carried)
+    def _run(self, constants: Sequence[Array], operands: list[Array]) -> list[Array]:
+        kept = operands[: len(self.arguments) - self._n_constants]
+        return align(eval_jaxpr(self._jaxpr, constants, *kept), operands)

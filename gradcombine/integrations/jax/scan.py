@@ -1,5 +1,5 @@
 # pyright: standard
-"""A whole window in one call: a batch in microbatches, and a scan over them."""
+"""A full window in one call: divides a batch into microbatches and scans over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradcombine.integrations.jax.arrays import as_arrays, examples
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.objective_of_terms import ObjectiveOfTerms
-from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
+from gradcombine.integrations.jax.on_replicas import align, finalized, is_aligned, mark_varying
 from gradcombine.places.time import whole_window
 from gradcombine.reductions.adding import Added
 from gradcombine.reductions.algebra import Reduction, Wrapper
@@ -31,12 +31,12 @@ from gradcombine.types import AccumulateState, Array, Leaf, Scalar, State, Tree
 
 
 class Microbatches(NamedTuple):
-    """A batch, divided.
+    """A batch divided into microbatches.
 
     Attributes:
       stacked: the microbatches of full size, along a new first axis.
-      rest: the last, smaller one; None where there is none.
-      full: how many are stacked.
+      rest: the last, smaller microbatch; None if all are of full size.
+      full: the number of stacked microbatches.
     """
 
     stacked: Tree
@@ -49,15 +49,15 @@ class Microbatches(NamedTuple):
 
 
 def divide(batch: Tree, microbatches: int, interleaved: bool = False) -> Microbatches:
-    """Divides n examples into microbatches of ceil(n / microbatches), and a smaller one of what is left.
+    """Divides n examples into microbatches of ceil(n / microbatches), the last of which may be smaller.
 
-    A batch that is split over devices is taken as so many blocks. Each block is divided by itself, and a microbatch is
-    made of the part that each block gives to it: so no example leaves its device.
+    A batch that is sharded over devices consists of one block per device. Each block is divided separately, and a
+    microbatch concatenates one part of each block, so that no example leaves its device.
 
     Args:
-      batch: a tree of arrays with one first axis.
-      microbatches: how many, at most.
-      interleaved: whether microbatch i gets the examples i, i + count, ... of a block in place of neighbours.
+      batch: a tree of arrays whose first axes have the same length.
+      microbatches: their largest number.
+      interleaved: whether microbatch i gets the examples i, i + count, ... of a block instead of consecutive ones.
     """
     n = examples(batch)
     if n == 0:
@@ -84,35 +84,37 @@ def divide(batch: Tree, microbatches: int, interleaved: bool = False) -> Microba
 
 
 def _most_blocks(x: Leaf) -> int:
-    """Over how many devices the first axis of an array may be split.
+    """Largest number of devices that the first axis of an array may be sharded over.
 
-    Which automatic axes of its mesh that are is not known while tracing: a block for each of their devices does for
-    any of them.
+    Counts all automatic axes of the mesh, since it is unknown while tracing which of them shard the array: blocks that
+    are smaller than a device's shard work as well.
     """
     if not isinstance(x, jax.Array):
         return 1
-    kind = jax.typeof(x).sharding
-    entry = kind.spec[0] if kind.spec else None
+    sharding = jax.typeof(x).sharding
+    entry = sharding.spec[0] if sharding.spec else None
     explicit = entry if isinstance(entry, tuple) else (entry,)
-    names = [*kind.mesh.auto_axes, *(name for name in explicit if name is not None)]
-    return math.prod(kind.mesh.shape[name] for name in names)
+    names = [*sharding.mesh.auto_axes, *(name for name in explicit if name is not None)]
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
-class Turn(NamedTuple):
+class Iteration(NamedTuple):
     """An iteration of the scan.
 
     Attributes:
-      number: of the microbatch, an int32 scalar. One of weight 0 is not computed, whatever it holds: another one, whose
-        weight is not 0, is computed in its place, and weighs 0.
-      weight: scalar, by which the loss is scaled; None where the contribution says it.
+      number: number of the microbatch, an int32 scalar. In place of a microbatch of weight 0, which may contain
+        anything, another one of nonzero weight is computed, with weight 0.
+      weight: scalar that scales the loss; None to take the weight from the contribution.
     """
 
     number: Array
     weight: Scalar
 
 
-def weighed_turns(weigh: Callable[[tuple[Tree, Array]], Tree], examples: Tree, numbers: Array) -> tuple[Turn, Array]:
-    """The iterations of stacked microbatches, by ``weigh((microbatch, number))``; and whether all weigh 0."""
+def weighed_iterations(
+    weigh: Callable[[tuple[Tree, Array]], Tree], examples: Tree, numbers: Array
+) -> tuple[Iteration, Array]:
+    """Iterations over stacked microbatches of weight ``weigh((microbatch, number))``; and whether all weights are 0."""
     backend = load("jax")
 
     def weighed(x: tuple[Tree, Array]) -> tuple[Array, Array]:
@@ -120,17 +122,17 @@ def weighed_turns(weigh: Callable[[tuple[Tree, Array]], Tree], examples: Tree, n
         return weight, jnp.asarray(parse(backend, weight).zero)
 
     weights, zeros = jax.lax.map(weighed, (examples, numbers))
-    return Turn(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()
+    return Iteration(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()
 
 
 def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -> bool:
-    """Whether the weight of a microbatch may scale its loss, and mean the same.
+    """Whether the weight of a microbatch can scale its loss instead of its gradients.
 
-    Only a plain sum or mean adds gradients as they come. Narrow floats would round the weight, or overflow by it. And
-    where a carry goes through the microbatches, all of them have to be computed, also those that may weigh 0.
+    Requires a plain sum or mean, as other reductions process each gradient first, and no narrow floats, which would
+    round the weight or overflow. With a carry, all microbatches have to be computed, even those that may have weight 0.
     """
-    known, loss = spec.known.value, objective.loss
-    if not loss.differentiate or known in (0, 1) or (known is None and loss.carry_argnum is not None):
+    known_weight, loss = spec.known.value, objective.loss
+    if not loss.differentiate or known_weight in (0, 1) or (known_weight is None and loss.carry_argnum is not None):
         return False
     leaves = [leaf for leaf in tree.flatten(spec.parts["grads"])[0] if not is_absent(leaf)]
     widest = max((jnp.finfo(leaf.dtype).bits for leaf in leaves), default=0)
@@ -142,7 +144,7 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
 
 
 class ScaledGradients(Wrapper):
-    """A sum or mean of contributions that are multiplied by their weights already."""
+    """A sum or mean of contributions that have been multiplied by their weights already."""
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         totals = self.of.update(state._replace(value=(), dtypes=()), (), weight)
@@ -150,12 +152,12 @@ class ScaledGradients(Wrapper):
 
 
 def _adds(reduction: Reduction) -> bool:
-    # Wrappers are made for gradients that are not multiplied by their weights yet.
+    # Excludes wrappers, which expect unweighted gradients.
     return isinstance(reduction, Treewise) and isinstance(reduction.cell, Added)
 
 
 def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Of all that is computed."""
+    """Dtypes of all intermediate results, including those of inner jaxprs."""
     for equation in jaxpr.eqns:
         yield from (getattr(x.aval, "dtype", None) for x in equation.outvars)
         for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, (Jaxpr, ClosedJaxpr))):
@@ -173,34 +175,33 @@ def scan_microbatches(
       The reduction of the parts of a `Contribution`, its partial state, the last carry, and the form of the loss.
     """
     positions = objective.batch_positions(args)
-    whole = as_arrays(tuple(args[i] for i in positions))
-    batch = divide(whole, microbatches, interleaved)
+    batch = divide(as_arrays(tuple(args[i] for i in positions)), microbatches, interleaved)
     stacked = batch.stacked
-    # Microbatches of one size weigh the same, and 1 is no multiplication.
+    # Microbatches of equal size have equal weights, and 1 avoids a multiplication.
     default_weight = None if batch.rest is not None else 1
     first = objective.over.rank() * np.int32(batch.total) if objective.loss.rng_argnum is not None else 0
 
     def arguments(examples: Tree, number: Scalar, carry: Tree) -> list[Tree]:
-        called = list(args)
+        loss_args = list(args)
         for i, x in zip(positions, examples, strict=True):
-            called[i] = x
+            loss_args[i] = x
         if objective.loss.carry_argnum is not None:
-            called[objective.loss.carry_argnum] = carry
+            loss_args[objective.loss.carry_argnum] = carry
         if objective.loss.rng_argnum is not None:
-            called[objective.loss.rng_argnum] = objective.key(args, first + number)
-        return called
+            loss_args[objective.loss.rng_argnum] = objective.key(args, first + number)
+        return loss_args
 
     numbers = jnp.arange(batch.full, dtype=jnp.int32)
-    if isinstance(objective, ObjectiveOfTerms) and objective.counts:
-        begun = None if objective.loss.carry_argnum is None else args[objective.loss.carry_argnum]
+    if isinstance(objective, ObjectiveOfTerms) and objective.counts_totals:
+        initial_carry = None if objective.loss.carry_argnum is None else args[objective.loss.carry_argnum]
 
         def weigh_terms(x: tuple[Tree, Tree]) -> Tree:
-            return objective.weights_of(arguments(x[0], x[1], begun), kwargs)
+            return objective.weights_of(arguments(x[0], x[1], initial_carry), kwargs)
 
-        counted = jax.lax.map(weigh_terms, (stacked, numbers)).sum(0)
+        totals = jax.lax.map(weigh_terms, (stacked, numbers)).sum(0)
         if batch.rest is not None:
-            counted += weigh_terms((batch.rest, jnp.int32(batch.full)))
-        kwargs = objective.with_totals(kwargs, counted)
+            totals += weigh_terms((batch.rest, jnp.int32(batch.full)))
+        kwargs = objective.with_totals(kwargs, totals)
 
     def contribution(examples: Tree, number: Scalar, carry: Tree, scale: Scalar = None) -> Contribution:
         return objective.contribution(arguments(examples, number, carry), kwargs, default_weight, scale)
@@ -208,45 +209,45 @@ def scan_microbatches(
     def example(i: Scalar) -> Tree:
         return jax.tree.map(lambda x: x[i], stacked)
 
-    def begin(examples: Tree, carry: Tree) -> Tree:
-        """A first contribution, the empty state, and the state after it."""
+    def first_update(examples: Tree, carry: Tree) -> Tree:
+        """A contribution, and the state after it; evaluated abstractly only."""
         added = contribution(examples, jnp.int32(0), carry)
-        fold = _fold(objective, objective.combined("aux" in added.parts), batch.total)
-        empty = fold.init(added.parts)
-        return added, empty, fold.update(empty, added.parts, added.weight)
+        fold = _fold(objective, objective.parts_reduction("aux" in added.parts), batch.total)
+        return added, fold.update(fold.init(added.parts), added.parts, added.weight)
 
     at = objective.loss.carry_argnum
     carry = None if at is None else jax.tree.map(jnp.asarray, args[at])
-    traced, (spec, _, after) = jax.make_jaxpr(begin, return_shape=True)(example(0), carry)
-    if not aligned(carry, spec.carry):
+    traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
+    if not is_aligned(carry, spec.carry):
         carry = align(carry, spec.carry)
-        traced, (spec, _, after) = jax.make_jaxpr(begin, return_shape=True)(example(0), carry)
-    reduction = objective.combined("aux" in spec.parts)
+        traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
+    reduction = objective.parts_reduction("aux" in spec.parts)
     fold = _fold(objective, reduction, batch.total)
-    state = mark_own(objective.over, align(jax.tree.map(jnp.asarray, fold.init(spec.parts)), after))
+    state = mark_varying(objective.over, align(jax.tree.map(jnp.asarray, fold.init(spec.parts)), after))
     scaled = batch.full > 1 and scales_loss(objective, spec, traced)
-    within = fold
+    scan_fold = fold
     if scaled:
-        within = _fold(objective, objective.combined("aux" in spec.parts, ScaledGradients), batch.total)
+        scan_fold = _fold(objective, objective.parts_reduction("aux" in spec.parts, ScaledGradients), batch.total)
     scale = spec.known.value if scaled else None
 
-    def body(before: tuple[Tree, Tree], turn: Turn) -> tuple[tuple[Tree, Tree], None]:
-        state, carry = before
-        weighs = turn.weight is not None
-        added = contribution(example(turn.number), turn.number, carry, turn.weight if weighs else scale)
-        return (within.update(state, added.parts, turn.weight if weighs else added.weight), added.carry), None
+    def body(state_and_carry: tuple[Tree, Tree], iteration: Iteration) -> tuple[tuple[Tree, Tree], None]:
+        state, carry = state_and_carry
+        number, weight = iteration
+        added = contribution(example(number), number, carry, scale if weight is None else weight)
+        state = scan_fold.update(state, added.parts, added.weight if weight is None else weight)
+        return (state, added.carry), None
 
     def weigh(x: tuple[Tree, Tree]) -> Tree:
         return objective.weight_of(arguments(*x, None), kwargs, default_weight)
 
     if batch.full == 1:
-        (state, carry), _ = body((state, carry), Turn(jnp.int32(0), None))
+        (state, carry), _ = body((state, carry), Iteration(jnp.int32(0), None))
     elif scaled and scale is None:
-        turns, nothing = weighed_turns(weigh, stacked, numbers)
-        (after, _), _ = jax.lax.scan(body, (state, carry), turns)
-        state = jax.tree.map(lambda new, old: jnp.where(nothing, old, new), after, state)
+        iterations, all_zero = weighed_iterations(weigh, stacked, numbers)
+        (after, _), _ = jax.lax.scan(body, (state, carry), iterations)
+        state = jax.tree.map(lambda new, old: jnp.where(all_zero, old, new), after, state)
     else:
-        (state, carry), _ = jax.lax.scan(body, (state, carry), Turn(numbers, None))
+        (state, carry), _ = jax.lax.scan(body, (state, carry), Iteration(numbers, None))
     if batch.rest is not None:
         added = contribution(batch.rest, jnp.int32(batch.full), carry)
         state, carry = fold.update(state, added.parts, added.weight), added.carry
@@ -254,12 +255,12 @@ def scan_microbatches(
 
 
 class _Fold(NamedTuple):
-    """One contribution after another, in the objective's order.
+    """Combines contributions one after another, in the objective's order.
 
     Attributes:
       init: ``init(like) -> state``.
       update: ``update(state, parts, weight) -> state``.
-      total: the state as one of the reduction.
+      total: converts the state to one of the reduction.
     """
 
     init: Callable[[Tree], State]
@@ -269,7 +270,7 @@ class _Fold(NamedTuple):
 
 def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
     if objective.order == "sequential":
-        # `accumulate` would ask at each update whether a new window begins, and select: one more pass over memory.
+        # `accumulate` would select between old and new window in each update: one more pass over memory.
         return _Fold(reduction.init, reduction.update, lambda state: state)
     acc = gc.accumulate(reduction, length, order=objective.order)
 
@@ -282,15 +283,15 @@ def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
 def scan_window(
     objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Tree], kwargs: dict[str, Tree]
 ) -> tuple[dict[str, Tree], Tree, Form]:
-    """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange.
+    """Combines the microbatches of a batch one after another, and then the replicas by one all-reduce.
 
     Returns:
-      The parts of a `Contribution`, combined, as `Objective.told` has them; the last carry; and the form of the loss.
+      The combined parts of the contributions, as returned by `Objective.reported`; the last carry; and the form of the
+      loss.
     """
     reductions: list[Reduction] = []
 
-    def one(args: list[Tree], kwargs: dict[str, Tree], whole: Tree, carry: Tree) -> tuple[Tree, Tree]:
-        """On one replica: the merged state, and what is carried on."""
+    def on_one(args: list[Tree], kwargs: dict[str, Tree], shared: Tree, carry: Tree) -> tuple[Tree, Tree]:
         if objective.loss.carry_argnum is not None:
             args[objective.loss.carry_argnum] = carry
         reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, args, kwargs)
@@ -301,6 +302,6 @@ def scan_window(
     others, carry = list(args), None
     if objective.loss.carry_argnum is not None and objective.loss.carry_argnum < len(args):
         others[objective.loss.carry_argnum], carry = None, args[objective.loss.carry_argnum]
-    (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
-    values = divided(objective.over, reductions[0], state, objective.params(args))
-    return objective.told(values), carry, form
+    (state, form), carry = objective.on_replicas(on_one, others, kwargs, local=carry)
+    values = finalized(objective.over, reductions[0], state, objective.params(args))
+    return objective.reported(values), carry, form

@@ -1,5 +1,5 @@
 # pyright: standard
-"""A compiled training step: gradients, accumulation, exchange and optimizer in one function."""
+"""A compiled training step: gradients, accumulation, all-reduce and optimizer in one function."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, invalid, operation, require_one
-from gradcombine.integrations.jax.arrays import require_transformation, usable
+from gradcombine.integrations.jax.arrays import explain_rejection, require_transformation
 from gradcombine.integrations.jax.loss import Loss, require_first
-from gradcombine.integrations.jax.modules import closed_if_open, of_modules, open_module
+from gradcombine.integrations.jax.modules import merge_if_split, module_step_functions, split_module
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.step_functions import (
     StepFunctions,
     StepMetrics,
     TrainState,
-    over_calls,
-    whole_windows,
+    one_microbatch_per_call,
+    one_window_per_call,
 )
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 
 _SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-"""On CPU, XLA's default schedule divides all leaves first, and keeps a whole tree of means until the optimizer ends."""
+"""XLA's default CPU schedule divides all leaves first, which keeps a full tree of means alive during the optimizer."""
 
 
 @dataclass(frozen=True)
 class TrainStep:
     """A training step; made by `train_step`.
 
-    ``step(params, state, *args, **kwargs)`` is compiled, and takes the buffers of ``params`` and ``state`` over: use
-    what it returns in their place, and the old ones never again. Inside of another transformation (jit, scan, grad,
-    vmap, shard_map) it is ``function``, and takes nothing over: what is donated is then the caller's to say.
+    ``step(params, state, *args, **kwargs)`` is compiled and donates ``params`` and ``state``: continue with the
+    returned ones. Inside another transformation (jit, scan, grad, vmap, shard_map) it calls ``function`` and donates
+    nothing; there the caller decides what to donate.
 
     Attributes:
-      init: ``init(params, *example, carry=None) -> state``. The example is what a call gets after ``state``, arrays or
-        shape/dtype specs: needed where the loss returns aux and a window extends over several calls.
+      init: ``init(params, *example, carry=None) -> state``. The example is the arguments of a call after ``state``, as
+        arrays or shape/dtype specs; required if the loss returns aux and a window spans several calls.
       function: ``function(params, state, *args, **kwargs) -> params, state, metrics``, not compiled: for the body of a
         shard_map, a pmap or a scan.
-      flush_function: ``flush`` in the same way.
+      flush_function: `flush`, not compiled.
     """
 
     init: Callable[..., TrainState]
@@ -60,26 +60,26 @@ class TrainStep:
 
     @operation("train_step")
     def __call__(self, params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> Tree:
-        """One call; returns ``params, state, metrics``."""
+        """Processes one microbatch or one full window; returns ``params, state, metrics``."""
         if _is_transformed():
             return self.function(params, state, *args, **kwargs)
-        params = params if (module := open_module(params)) is None else module
-        with usable(params, state, args, kwargs):
+        params = params if (module := split_module(params)) is None else module
+        with explain_rejection(params, state, args, kwargs):
             params, state, metrics = self.compiled(params, state, *args, **kwargs)
-        return closed_if_open(params), state, metrics
+        return merge_if_split(params), state, metrics
 
     @operation("train_step")
     def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
-        """Applies a partial window, divided by its true weight, and ends it: at the end of the data.
+        """Applies a partial window, divided by the weight that it holds, and ends it: for the end of the data.
 
-        A window that is empty or has been applied changes nothing. Compiled and donated as a call is.
+        An empty window or one that has been applied changes nothing. Compiled and donated like a call.
         """
         if _is_transformed():
             return self.flush_function(params, state)
-        params = params if (module := open_module(params)) is None else module
-        with usable(params, state):
+        params = params if (module := split_module(params)) is None else module
+        with explain_rejection(params, state):
             params, state, metrics = self.compiled_flush(params, state)
-        return closed_if_open(params), state, metrics
+        return merge_if_split(params), state, metrics
 
     @cached_property
     def compiled(self) -> jax.stages.Wrapped:
@@ -93,7 +93,7 @@ class TrainStep:
 
 
 def compile_step(function: Callable[..., Tree], donated: tuple[int, ...] = (0, 1)) -> jax.stages.Wrapped:
-    """The function under jax.jit, these arguments donated."""
+    """Compiles the function; donates the arguments at these positions."""
     options = _SCHEDULE if jax.default_backend() == "cpu" else None
     return jax.jit(function, donate_argnums=donated, compiler_options=options)
 
@@ -103,7 +103,7 @@ with eval_context():
 
 
 def _is_transformed() -> bool:
-    """Whether the call is made inside of a transformation, also one of whose values it gets none."""
+    """Whether a JAX transformation is active, even if no argument is a tracer."""
     return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
 
 
@@ -121,59 +121,58 @@ def train_step(
     max_every: int | None = None,
     interleaved: bool = False,
 ) -> TrainStep:
-    """A training step that runs the optimizer once a window of microbatches, and keeps everything else in place.
+    """Builds a training step that runs the optimizer once per window of microbatches and updates all state in place.
 
-    Either a call brings one microbatch, and every ``every``-th call ends a window, or a call brings the batch of a
-    whole window, which is divided into ``microbatches``. The optimizer runs on the weighted mean of the window's
-    gradients over its microbatches and over the replicas, which exchange once a window. The loss is differentiated by
-    its first argument, the parameters: a tree of arrays, or a module of flax.nnx or equinox, as for `value_and_grad`.
-    The step returns the updated module, whose state has changed where a window has ended.
+    Either each call processes one microbatch and every ``every``-th call ends a window, or each call processes the
+    batch of a full window, divided into ``microbatches``. The optimizer gets the weighted mean of the gradients over
+    the microbatches of the window and over the replicas, which communicate once per window. The loss is differentiated
+    with respect to its first argument, the parameters: a tree of arrays, or a module of flax.nnx or equinox, as for
+    `value_and_grad`. For a module, the step returns the updated module; its state changes at the end of a window.
 
     Args:
-      loss, weight, reduction, over, order: as for `gradcombine.integrations.jax.value_and_grad`. The weight's default
-        is the number of examples in a call; calls that bring different numbers are compiled separately. Of a `Loss`,
-        random keys have the window's index folded in first, so that the same key may be passed on every call; the carry
-        is kept in the state, and the step is called without it; terms are reported in the metrics by name. With
-        ``every``, terms need the example in ``init``; their totals may be given but not counted, the same in all calls
-        of a window, and a flush divides by these.
-      optimizer: an optax transformation. It runs outside of the replicas where ``over`` is an axis of a mesh: its state
-        may be split over it as the parameters may. It is given the combined loss as ``value=``, for those that ask for
-        it.
-      every: the calls of a window: an integer of 1 or more, or a function of the window's index, as for
-        `gradcombine.accumulate`. None: 1. `gradcombine.UNTIL_FLUSH`: windows end by ``flush`` alone. Where a loop knows
-        when that is, the two compiled programs have no branch, which a GPU has the host decide on every call.
-      microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
+      loss, weight, reduction, over, order: as for `gradcombine.integrations.jax.value_and_grad`. The default weight is
+        the number of examples in the call; calls with different numbers of examples are compiled separately. For a
+        `Loss`, the window's index is folded into random keys first, so that every call may pass the same key; the carry
+        is kept in the state and is not an argument of the step; the metrics report terms by name. With ``every``, terms
+        require the example in ``init``; their totals can be "given" but not "counted", have to be the same in all calls
+        of a window, and also divide a flushed window.
+      optimizer: an optax transformation. If ``over`` is a mesh axis, it runs outside the mapped function, and its
+        state, like the parameters, may be sharded over that axis. It gets the combined loss as the extra argument
+        ``value``.
+      every: the number of calls per window: an integer of 1 or more, or a function of the window's index, as for
+        `gradcombine.accumulate`. None: 1. `gradcombine.UNTIL_FLUSH`: only ``flush`` ends windows. If the training loop
+        knows when windows end, this avoids a branch, which on GPUs the host decides in every call.
+      microbatches: as for `value_and_grad`, with ``interleaved``. None: each call is one microbatch.
       max_every: as for `gradcombine.accumulate`.
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``params, state, metrics = step(params, state, *batch)``;
-      at the end of the data ``step.flush(params, state)``. The state is a `TrainState`; the metrics, of the window that
-      the call has applied, are `StepMetrics`.
+      at the end of the data ``step.flush(params, state)``. The state is a `TrainState`; the metrics are `StepMetrics`
+      of the window that the call applied.
 
     Raises:
       GradCombineError: as `value_and_grad` and `gradcombine.accumulate`; for both ``every`` and ``microbatches``; for
-        an optimizer that is none; while tracing, and then nothing is donated and the state is whole. For buffers that a
-        call before has taken over, and arguments on different devices.
+        an ``optimizer`` that is not an optax transformation; for donated buffers, and arguments on different devices.
+        Errors are raised while tracing: nothing has been donated then, and the state is unchanged.
 
-    Donation: parameters, optimizer state and window are updated in place. In memory the window costs one accumulator a
-    parameter (with precisions other than "fast" and order "tree", more), the gradients of one microbatch, and nothing
-    else of the parameters' size. A step that is compiled by the caller has, at the end of a window, the mean as well
-    where the compiler does not fuse it into the optimizer. Between the ends of windows a call costs one addition in
-    place.
+    Donation: parameters, optimizer state and window are updated in place. The window needs memory for one accumulator
+    per parameter (more in precisions other than "fast" and in order "tree") and for the gradients of one microbatch,
+    and nothing else of the size of the parameters. If the caller compiles the step, the end of a window also needs the
+    mean, unless the compiler fuses it into the optimizer. All other calls only add to the accumulators in place.
 
-    On a mesh, ``over`` names an axis of it, params and batch are put there, and ``step.init(params)`` and the step are
-    called as everywhere: ``state.window.levels`` and ``state.carry`` are each replica's own, along a first axis that is
-    split over the mesh; all else is as the parameters lie. With ``every``, a call exchanges nothing but at the end of a
-    window. Parameters that are split over the axis are gathered for the loss, once a call, and of the sums each device
-    gets what its part of the optimizer reads: a reduce-scatter on GPUs. (With ``every``, leaves of 30 MiB and more are
-    all-reduced in place, unless explicit axes say that the parameters are split.)
+    On a mesh, ``over`` names a mesh axis, and params and batch are placed on the mesh; ``step.init(params)`` and the
+    step are called as usual. ``state.window.levels`` and ``state.carry`` get a leading axis of replicas, sharded over
+    the mesh; everything else is sharded like the parameters. With ``every``, calls communicate only at the end of a
+    window. Parameters that are sharded over the axis are gathered for the loss once per call, and each device receives
+    only the sums that its shard of the optimizer reads: a reduce-scatter on GPUs. (With ``every``, leaves of 30 MiB and
+    more are all-reduced in place, unless explicit axes show that the parameters are sharded.)
 
-    In shard_map, ``step.function`` is the body, and ``step.init`` is called inside as well. With ``every``, a window
-    outlives the call: ``state.window.levels`` and ``state.carry`` get a leading axis of replicas (``x[None]`` as they
-    leave, ``x[0]`` as they enter) under specs ``P(axis)``; all else has specs ``P()``.
+    In shard_map, use ``step.function`` as the body, and call ``step.init`` inside as well. With ``every``, a window
+    outlives the call: give ``state.window.levels`` and ``state.carry`` a leading axis of replicas (``x[None]`` on
+    return, ``x[0]`` on entry) with specs ``P(axis)``, and everything else specs ``P()``.
 
-    Bits: the optimizer gets those of `gradcombine.combine` over the microbatches' gradients with their weights; over
-    replicas, those of `gradcombine.merge_replicas`.
+    Bits: the optimizer gets the bits of `gradcombine.combine` over the microbatches' gradients with their weights; over
+    replicas, the bits of `gradcombine.merge_replicas`.
 
     References: `optax.MultiSteps <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html>`_; `Buffer
     donation <https://docs.jax.dev/en/latest/buffer_donation.html>`_.
@@ -195,7 +194,7 @@ def train_step(
     objective = objective_of(loss, weight, reduction, over, order)
     require_first(objective.loss)
     with importing("train_step"):
-        import optax  # which gradients alone do not need
+        import optax  # optional: gradients alone do not need it
 
     check(interleaved=interleaved)
     require_transformation(optimizer)
@@ -205,11 +204,11 @@ def train_step(
     def functions(loss: Loss) -> StepFunctions:
         objective = objective_of(loss, weight, reduction, over, order)
         if microbatches is not None:
-            return whole_windows(objective, wrapped, valid("microbatches", microbatches), interleaved)
-        if objective.counts:
+            return one_window_per_call(objective, wrapped, valid("microbatches", microbatches), interleaved)
+        if objective.counts_totals:
             raise invalid("microbatches, for totals that are counted before a window", "every")
-        return over_calls(objective, wrapped, 1 if every is None else every, max_every)
+        return one_microbatch_per_call(objective, wrapped, 1 if every is None else every, max_every)
 
     named = operation("train_step")
-    init, function, flush = of_modules(Loss.of(loss), functions, objective.average_of_aux)
+    init, function, flush = module_step_functions(Loss.of(loss), functions, objective.default_aux_reduction)
     return TrainStep(named(init), named(function), named(flush))

@@ -1,4 +1,4 @@
-"""The gradient of a batch that is computed in microbatches and on replicas."""
+"""The gradient of a batch, computed in microbatches and on replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid, operation
 from gradcombine.integrations.jax.arrays import require_tree
-from gradcombine.integrations.jax.loss import Loss, closed
-from gradcombine.integrations.jax.modules import Opened, of_module, opened_or_arrays, write_state
+from gradcombine.integrations.jax.loss import Loss, in_form
+from gradcombine.integrations.jax.modules import SplitModule, module_loss, split_if_module, write_state
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.reductions.algebra import Reduction
@@ -29,75 +29,76 @@ def value_and_grad(
     order: Order = "sequential",
     interleaved: bool = False,
 ) -> Callable[..., tuple[Tree, Tree]]:
-    """`jax.value_and_grad` in microbatches: less memory for activations, and one exchange of gradients a call.
+    """`jax.value_and_grad` in microbatches: less memory for activations, and one all-reduce of gradients per call.
 
-    The batch arguments are divided along their first axis, the microbatches run one after another in a scan, and the
-    replicas exchange their sums once, after it. With G the gradient and w the weight of a microbatch, the result is::
+    The batch arguments are divided along their first axis, a scan runs the microbatches one after another, and the
+    replicas all-reduce their sums once, after the scan. With G the gradient and w the weight of a microbatch, the
+    result is::
 
         sum(w * G) / sum(w)    over all microbatches of all replicas, divided once
 
-    A weight that counts what the loss is a mean over (examples, tokens) makes this the gradient of the whole batch,
-    however its examples and tokens fall into microbatches and replicas; the mean of the microbatches' means is not.
+    If the weight counts what the loss averages over (examples, tokens), this is the gradient of the full batch, however
+    its examples and tokens are spread over microbatches and replicas; the mean of the microbatches' means is not.
 
-    The first argument may be a module of flax.nnx or equinox. Gradients are then as nnx.value_and_grad and
-    equinox.filter_value_and_grad return them: of nnx.Param, or of inexact arrays. A nnx.Module's random streams get the
-    number of the microbatch folded in. Its other variables are combined over microbatches and replicas, and written
-    into it: nnx.BatchStat by the mean, others by the reduction that their class has as the attribute ``combined_by``.
+    The first argument may be a module of flax.nnx or equinox. Gradients are then those that nnx.value_and_grad and
+    equinox.filter_value_and_grad return: of nnx.Param, or of inexact arrays. The number of the microbatch is folded
+    into the random streams of an nnx.Module. Its other variables are combined over microbatches and replicas, and
+    updated in place: nnx.BatchStat by the mean, others by the reduction in the class attribute ``combined_by``.
 
     Args:
-      loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating scalar or a
-        `LossOutput`. In a `Loss` that says more of it: which arguments are divided, a key or a carry, whether it
-        returns aux, several terms.
-      microbatches: how many; n examples are divided into microbatches of ceil(n / microbatches). The last one is
-        smaller where n is not divisible. It is compiled by itself, and no example is padded. A batch that lies on a
-        mesh is divided where it lies: each device's examples are divided so, and a microbatch has a part of each
-        device's. (On automatic axes, which of them split a batch is not known while tracing; there it is taken as a
-        block for each device of the mesh, or for as many of them as divide n.)
-      weight: ``weight(*batch)`` of one microbatch, a scalar, of its batch arguments alone. A loss may return the weight
-        instead, in a `LossOutput`. None: the number of examples; 1 where all microbatches have the same number, and
-        where ``reduction`` is no average.
-      reduction: of the gradients, from `gradcombine.reductions`; None: their mean. The value is combined by a mean with
-        the same weights, by a sum where ``reduction`` is no average.
+      loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad; returns a real floating scalar or a
+        `LossOutput`. Pass a `Loss` to specify more: which arguments are divided, a random key or a carry, aux, several
+        terms.
+      microbatches: their number; n examples are divided into microbatches of ceil(n / microbatches). If n is not
+        divisible, the last one is smaller: it is compiled separately, and nothing is padded. A batch on a mesh is
+        divided in place: each device's examples are divided, and every microbatch gets a part from each device. (Which
+        automatic axes shard a batch is unknown while tracing; there the batch is divided into one block per device of
+        the mesh, or per as many of them as divide n.)
+      weight: ``weight(*batch)`` of one microbatch, a scalar function of its batch arguments. The loss may return the
+        weight instead, in a `LossOutput`. None: the number of examples; 1 if all microbatches have the same number, or
+        if ``reduction`` is not an average.
+      reduction: combines the gradients, from `gradcombine.reductions`; None: their mean. The value is combined by a
+        mean with the same weights, or by a sum if ``reduction`` is not an average.
       over: the replicas that share the parameters: `gradcombine.LOCAL`, or `gradcombine.jax_axis`. Inside pmap, vmap
-        or shard_map, which bind the axis, arguments are a replica's own, and parameters are marked so, that check_vma
-        sums nothing by itself. Where nothing binds it, it is an axis of the mesh in scope (jax.set_mesh) or of the
-        arguments' mesh, and the function is mapped over it, under jit or not, all other axes being left to the
-        compiler: the batch arguments are split along their first axis, of a multiple of the replicas' number; the
-        carry has a first axis of replicas, as it comes and as it goes; all else is the same on all replicas, and
-        gathered, once a call, where it was split over the axis. Parameters of which each replica has another part are
-        refused where their types tell of it (in shard_map with check_vma); elsewhere such shards look like whole ones.
+        or shard_map, which bind the axis, arguments are those of one replica, and parameters are marked as varying, so
+        that check_vma inserts no sum of its own. If nothing binds the axis, it is an axis of the mesh in scope
+        (jax.set_mesh) or of the arguments' mesh, and the function is mapped over it, under jit or not; the compiler
+        handles all other axes. The batch arguments are then sharded along their first axis, whose length is a multiple
+        of the number of replicas; the carry has a leading axis of replicas, as argument and as result; everything else
+        is the same on all replicas, and gathered once per call if it is sharded over the axis. Sharded parameters
+        are rejected if their types show it (in shard_map with check_vma); otherwise shards look like full arrays.
       order: as for `gradcombine.accumulate` over microbatches, and for `gradcombine.merge_replicas` over replicas.
-      interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... of each device's.
+      interleaved: microbatch i gets the examples i, i + m, i + 2m, ... of each device.
 
     Returns:
-      A function of the arguments of ``loss``. It returns ``(value, grads)``, the value in the form that ``loss``
-      returns it, combined. On replicas, all get the same, but for the carry.
+      A function of the arguments of ``loss``. It returns ``(value, grads)``: the combined value, in the form in which
+      ``loss`` returns it, and the combined gradients. They are the same on all replicas, except the carry.
 
     Raises:
-      GradCombineError: for a number of microbatches or a position that is none, batch arguments of different lengths, a
-        loss that returns something else, a weight from two sides; and as `gradcombine.combine`, for instance for
-        integers in ``aux`` without an ``aux_reduction`` for them; naming the term, for terms, weights or totals that
-        are not those of ``terms``, and for a reduction that does not fit.
+      GradCombineError: for an invalid number of microbatches or argument position, batch arguments of different
+        lengths, a loss with another result, and weights from both the loss and ``weight``; as `gradcombine.combine`,
+        for instance for integers in ``aux`` without an ``aux_reduction`` for them; naming the term, for terms, weights
+        or totals that do not match ``terms``, and for an unsuitable reduction.
 
     Bits: those of `gradcombine.combine` over the microbatches' gradients with these weights; over replicas, those of
     `gradcombine.merge_replicas`, however the function is mapped over them. Narrow floats are accumulated in float32.
-    Where the reduction is a plain sum or mean and several microbatches have weights other than 1, w * G is the gradient
-    of w * loss: rounded by the backward pass where a product afterwards would be, and the same where w is a power of
-    two. (Not for a ``loss`` that returns or computes narrower floats than float32, float16 anywhere in it, ones
-    narrower than the parameters, or with a carry: there gradients are multiplied.) A microbatch of weight 0 changes
-    nothing, whatever it holds: another one is computed in its place, and weighs 0; so beside it an infinite gradient of
-    that other one may become NaN. A weight that the loss returns is computed once more, ahead of the gradients.
+    If the reduction is a plain sum or mean and several microbatches have weights other than 1, w * G is computed as the
+    gradient of w * loss: the backward pass rounds instead of a product, with the same bits if w is a power of two.
+    (Gradients are multiplied if ``loss`` returns floats narrower than float32 or than the parameters, computes anything
+    in float16, or has a carry and traced weights.) A microbatch of weight 0 changes nothing, whatever it contains:
+    another one is computed in its place with weight 0, so an infinite gradient of that other one may become NaN. A
+    weight that the loss returns is computed a second time, before the gradients.
 
-    A term of weight 0 changes nothing in its microbatch, but one thing: where totals are known, one backward pass runs
-    through all terms, and may make NaN of the 0 that it begins with there. A denominator whose total is 0 adds nothing,
-    and its terms are 0. With totals, terms are rounded as ``L / total`` is, without them as one quotient at the end.
+    A term of weight 0 changes nothing, with one exception: if totals are known, a single backward pass runs through all
+    terms, and may turn the cotangent 0 of that term into NaN. A denominator whose total is 0 adds nothing, and its
+    terms are 0. With totals, each ``L / total`` is rounded; without them, one quotient at the end.
 
-    A microbatch moves and needs what one of a scan written by hand does. Without ``over``, under jit, XLA can move the
-    exchange of plain sums and means out of the scan.
+    A microbatch costs the memory and memory traffic of one in a handwritten scan. Without ``over``, under jit, XLA can
+    move the all-reduce of plain sums and means out of the scan.
 
-    Sums and means of float32 over replicas, with their weights and counts, are one all-reduce of XLA; a max or a last
-    in ``aux_reduction`` adds an all-gather, order ``"tree"`` gathers all. On a mesh over which the parameters, or what
-    reads the gradients, are split as well, XLA scatters the sums on GPUs: the order of its additions is its own.
+    Sums and means of float32 over replicas, with their weights and counts, take one XLA all-reduce; a max or a last in
+    ``aux_reduction`` adds an all-gather, and order ``"tree"`` gathers everything. If the parameters, or consumers of
+    the gradients, are sharded over the mesh axis, XLA reduce-scatters the sums on GPUs, in an order of its choice.
 
     References: `jax.value_and_grad <https://docs.jax.dev/en/latest/_autosummary/jax.value_and_grad.html>`_;
     `optax.microbatching <https://optax.readthedocs.io/en/latest/api/microbatching.html>`_.
@@ -119,29 +120,29 @@ def value_and_grad(
     """
     objective = objective_of(loss, weight, reduction, over, order)
     check(interleaved=interleaved)
-    count, own = valid("microbatches", microbatches), Loss.of(loss)
-    if own.grad_norm:
-        raise invalid("no grad_norm, where the gradients are returned (optax.tree.norm)", "grad_norm=True")
+    count, array_loss = valid("microbatches", microbatches), Loss.of(loss)
+    if array_loss.grad_norm:
+        raise invalid("no grad_norm, as the gradients are returned (use optax.tree.norm)", "grad_norm=True")
 
     @operation("value_and_grad")
     @wraps(objective.loss.function)
     def combined(*args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
-        module = next(filter(None, map(opened_or_arrays, objective.differentiated_of(args))), None)
+        module = next(filter(None, map(split_if_module, objective.differentiated_args(args))), None)
         if module is not None:
-            return of_opened(module, list(args), kwargs)
+            return combined_for_module(module, list(args), kwargs)
         require_tree(args, kwargs)
         values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
-        return closed(form, values, carry), values["grads"]
+        return in_form(form, values, carry), values["grads"]
 
-    def of_opened(module: Opened, args: list[Tree], kwargs: dict[str, Tree]) -> tuple[Tree, Tree]:
-        of = of_module(own, module, len(args), objective.average_of_aux)
-        whole = args[0]
-        args, kwargs = of.arguments(module, args, kwargs, carried=True)
+    def combined_for_module(module: SplitModule, args: list[Tree], kwargs: dict[str, Tree]) -> tuple[Tree, Tree]:
+        wrapped = module_loss(array_loss, module, len(args), objective.default_aux_reduction)
+        original = args[0]
+        args, kwargs = wrapped.arguments(module, args, kwargs, has_carry=True)
         require_tree(args, kwargs)
-        with_module = objective_of(of.loss, weight, reduction, over, order)
-        values, carry, _ = scan_window(with_module, count, interleaved, args, kwargs)
-        module, aux = of.returned(module, values.get("aux"))
-        write_state(whole, module)
-        return closed(of.forms[-1], values | {"aux": aux}, carry), values["grads"]
+        module_objective = objective_of(wrapped.loss, weight, reduction, over, order)
+        values, carry, _ = scan_window(module_objective, count, interleaved, args, kwargs)
+        module, aux = wrapped.updated(module, values.get("aux"))
+        write_state(original, module)
+        return in_form(wrapped.forms[-1], values | {"aux": aux}, carry), values["grads"]
 
     return combined

@@ -1,4 +1,4 @@
-"""optax: the algebra as gradient transformations."""
+"""optax: accumulation over microbatches and replicas as gradient transformations."""
 
 from gradcombine.errors import importing
 

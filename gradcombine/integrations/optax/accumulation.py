@@ -1,5 +1,5 @@
 # pyright: standard
-"""Accumulation over microbatches and replicas, around an optax transformation."""
+"""Accumulation over microbatches and replicas as a wrapper of an optax transformation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
 from gradcombine.errors import GradCombineError, invalid, operation, require_given, require_type, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
@@ -31,17 +31,17 @@ from gradcombine.types import AccumulateState, Array, Order, Scalar, Tree
 
 
 class AccumulateUpdatesState(NamedTuple):
-    """The state of `accumulate` and `accumulate_and_apply`.
+    """State of `accumulate` and `accumulate_and_apply`.
 
     Attributes:
-      window: the microbatches so far. ``window.levels`` is each replica's own, all else is the same on all replicas.
-        Of a window that was applied nothing is promised but that it is full: over replicas, the exchange may have taken
-        its arrays over.
+      window: the accumulated microbatches. ``window.levels`` differs between replicas; everything else is the same on
+        all replicas. After a window has been applied, its arrays are unspecified, as the all-reduce may have reused
+        them; it only counts as full.
       inner: the state of the inner transformation.
       applied: boolean scalar, whether the inner transformation ran in the last update.
-      skip: with a skip function ``skipped``, int32, the microbatches left out since the state was made; ``in_a_row``,
-        how many of these were the last ones without a good one in between; ``detail``, what the function returned last
-        beside its decision, each replica's own. Else ().
+      skip: with a skip function: ``skipped``, int32, the number of microbatches left out since the state was created;
+        ``in_a_row``, the number of consecutive ones among the last; ``detail``, the second result of the last call of
+        the function, different on each replica. Without one: ().
     """
 
     window: AccumulateState
@@ -62,57 +62,58 @@ def accumulate(
     max_every: int | None = None,
     denominators: Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation once a window, on the gradients combined over its microbatches and over the replicas.
+    """Runs a transformation once per window, on the gradients combined over its microbatches and over the replicas.
 
     The last microbatch of a window merges the replicas' windows, divides once, and runs ``inner``; all others return
-    zeros and leave its state alone. So clipping, weight decay and schedules inside ``inner`` happen once a window, and
-    replicas exchange gradients once a window.
+    zeros and leave its state unchanged. So clipping, weight decay and schedules inside ``inner`` happen once per
+    window, and replicas all-reduce gradients once per window.
 
     Args:
-      inner: the transformation to run, an optimizer for instance.
+      inner: the transformation to run, for instance an optimizer.
       every, order, max_every: as for `gradcombine.accumulate`. `gradcombine.UNTIL_FLUSH`: only ``flush`` ends windows.
-        If that is a Python bool (a static argument under jit), there are two programs, and neither has a branch.
-      reduction: from `gradcombine.reductions`; None: their mean.
+        If ``flush`` is a Python bool (a static argument under jit), there are two programs, and neither has a branch.
+      reduction: combines the gradients, from `gradcombine.reductions`; None: their mean.
       over: the replicas that share the parameters: `gradcombine.jax_axis`, or `gradcombine.LOCAL`; None: the latter.
-      skip: which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function
-        ``(updates, gradient_step, params) -> (boolean scalar, detail)``. It sees this replica's gradients as they
-        arrive. If it returns true on any replica, the microbatch is left out on all of them, which takes one small
-        exchange an update. It then has weight 0, but still counts as a step of its window: windows end with the same
-        microbatches as without ``skip``, and schedules stay in step with the data, while the mean is over what was
-        kept. If nothing of a window was kept, ``inner`` does not run: neither momentum nor decay acts on a gradient
-        that was not there. (`MultiSteps` waits for ``every`` good ones instead.)
-      denominators: for a loss of several terms whose denominators' totals are not known before, their names.
-        ``updates`` is then a dict of gradients by denominator, of sums that are not divided, as
-        `gradcombine.integrations.jax.grads_by_denominator` computes them, and ``weight`` a dict of what each is over;
-        ``reduction`` is a mean. ``inner`` gets the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)``. (Where the totals
-        are known, accumulate the gradients of ``sum_j L_ij / W_j`` by ``reductions.sum()``.)
+      skip: decides which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function
+        ``(updates, gradient_step, params) -> (boolean scalar, detail)``. It gets this replica's gradients as passed to
+        ``update``. If it returns true on any replica, the microbatch is left out on all of them, which takes a small
+        all-reduce per update. It then has weight 0, but still counts as a step of its window: windows end with the same
+        microbatches as without ``skip``, schedules stay in step with the data, and the mean is over the other
+        microbatches. If all microbatches of a window are left out, ``inner`` does not run, so that neither momentum nor
+        weight decay acts without a gradient. (`MultiSteps` waits for ``every`` good microbatches instead.)
+      denominators: for a loss of several terms whose totals are not known before the gradients: the names of their
+        denominators. ``updates`` is then a dict of gradients by denominator, of undivided sums, as computed by
+        `gradcombine.integrations.jax.grads_by_denominator`; ``weight`` is a dict of the numbers that are added to the
+        denominators; ``reduction`` is a mean. ``inner`` gets the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)``. (If
+        the totals W_j are known, accumulate the gradients of ``sum_j L_ij / W_j`` with ``reductions.sum()``.)
 
     Returns:
-      A transformation. Its ``init(params)`` makes an `AccumulateUpdatesState`; a parameter that never has a gradient is
-      None in ``params``, and then in all updates. Its ``update`` takes ``(updates, state, params=None, *, weight=1.0,
-      flush=False, **extra_args)``:
+      A transformation. Its ``init(params)`` returns an `AccumulateUpdatesState`; a parameter that never has a gradient
+      is None in ``params``, and then in all updates. Its ``update`` takes ``(updates, state, params=None, *,
+      weight=1.0, flush=False, **extra_args)``:
 
-      - ``updates``: gradients of the parameters' shapes, in their dtypes or in narrower ones, which are widened without
-        loss. A leaf that is None in one call adds nothing there. What ``inner`` gets has the dtypes that the reduction
-        returns for such updates: theirs, unless it was made with another ``output_dtype``.
-      - ``weight``: of this microbatch on this replica, for instance its number of tokens.
+      - ``updates``: gradients with the parameters' shapes, in their dtypes or in narrower ones, which are widened
+        without loss. A leaf that is None in one call adds nothing. ``inner`` gets the dtypes that the reduction returns
+        for such updates: the same dtypes, unless the reduction has another ``output_dtype``.
+      - ``weight``: weight of this microbatch on this replica, for instance its number of tokens.
       - ``flush``: a boolean scalar. True ends the window with this microbatch, as at the end of the data, and divides
-        by what it holds. With a traced one, all replicas flush if any does, which takes one more small exchange an
-        update. Where no data is left, flush with any updates and weight 0.
-      - ``number``: of this microbatch, with a reduction that is `gradcombine.reductions.numbered`; by default that of
-        its place.
+        by the weight so far. If it is traced, all replicas flush if any does, which takes another small all-reduce per
+        update. If no data is left, flush with any updates and weight 0.
+      - ``number``: number of this microbatch, for a `gradcombine.reductions.numbered` reduction; by default its
+        position in the window.
       - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.
 
     Raises:
-      GradCombineError: as `gradcombine.accumulate`, and in ``update`` also for a ``flush`` that is not a boolean
-        scalar, for an axis that is not bound, and for updates that shard_map (check_vma) knows to be combined already.
+      GradCombineError: as `gradcombine.accumulate`; in ``update`` also for a ``flush`` that is not a boolean scalar,
+        for an unbound axis, and for updates that are already combined according to shard_map's types (check_vma).
 
-    In shard_map, make the state inside and scan over the microbatches there; then only ``inner`` has to leave, under
-    specs ``P()``. A window that outlives the call has one part a replica: ``window.levels`` gets a leading axis of
-    replicas (``x[None]`` as it leaves, ``x[0]`` as it enters) and specs ``P(axis)``, all else ``P()``. With check_vma,
-    differentiate by ``jax.lax.pcast(params, axis, to="varying")``: the gradients have to be the replica's own.
+    In shard_map, create the state inside and scan over the microbatches there; then only ``inner`` has to be returned,
+    with specs ``P()``. A window that outlives the call differs between replicas: give ``window.levels`` a leading axis
+    of replicas (``x[None]`` on return, ``x[0]`` on entry) with specs ``P(axis)``, and everything else specs ``P()``.
+    With check_vma, differentiate with respect to ``jax.lax.pcast(params, axis, to="varying")``, so that JAX does not
+    sum the gradients over replicas.
 
-    Bits: ``inner`` gets those of `gradcombine.combine` over the microbatches; over replicas, those of
+    Bits: ``inner`` gets the bits of `gradcombine.combine` over the microbatches; over replicas, the bits of
     `gradcombine.merge_replicas`.
 
     References: `optax.MultiSteps <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html>`_.
@@ -140,7 +141,7 @@ def accumulate(
 
 
 class ApplyingTransformation(NamedTuple):
-    """A transformation that updates the parameters itself; made by `accumulate_and_apply`.
+    """A transformation that also applies its updates to the parameters; made by `accumulate_and_apply`.
 
     Attributes:
       init: ``init(params) -> state``, an `AccumulateUpdatesState`.
@@ -163,26 +164,26 @@ def accumulate_and_apply(
     max_every: int | None = None,
     denominators: Sequence[str] | None = None,
 ) -> ApplyingTransformation:
-    """`accumulate` and ``optax.apply_updates`` in one: parameters in, parameters out.
+    """Combines `accumulate` and ``optax.apply_updates`` in one function that returns new parameters.
 
-    A transformation has to return updates on every call: between the boundaries a whole tree of zeros, which is then
-    added. Here the parameters stay untouched in their buffers, if the caller donates them with the state: a microbatch
-    costs the addition of its gradients in place, and the optimizer's cost arises once a window.
+    An optax transformation has to return updates on every call: before the end of a window, a full tree of zeros to be
+    added. This function leaves the parameters in their buffers, if the caller donates them with the state: a microbatch
+    costs one in-place addition of its gradients, and the optimizer runs once per window.
 
     Args:
       inner, every, reduction, over, skip, order, max_every, denominators: as for `accumulate`.
 
     Returns:
       ``init(params)``, and ``apply(updates, state, params, *, weight=1.0, flush=False, number=None, **extra_args)``,
-      which returns parameters and state: where a window ends, ``optax.apply_updates(params, updates)``, with the
-      updates of ``inner``; else the parameters as they are. The state is that of `accumulate`: either can continue with
-      the other's.
+      which returns parameters and state. At the end of a window the parameters are ``optax.apply_updates(params,
+      updates)`` with the updates of ``inner``, otherwise unchanged. The state is that of `accumulate`, and is
+      interchangeable with it.
 
     Raises:
       GradCombineError: as `accumulate`.
 
-    Bits: the parameters have those of `accumulate` and ``optax.apply_updates``, as far as the compiler fuses the inner
-    transformation alike; the gradients that ``inner`` gets always have them.
+    Bits: ``inner`` gets the same gradients as in `accumulate`. The parameters have the bits of `accumulate` and
+    ``optax.apply_updates`` if the compiler fuses the inner transformation in the same way.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from gradcombine.integrations.optax import accumulate_and_apply
@@ -201,11 +202,7 @@ def accumulate_and_apply(
 
 
 class Accumulation:
-    """The window, the inner transformation and the skip function; the arguments are those of `accumulate`.
-
-    Args:
-      applies: whether `update` returns updated parameters in place of updates.
-    """
+    """Implements `accumulate`, and with ``applies`` `accumulate_and_apply`: `update` then returns new parameters."""
 
     def __init__(
         self,
@@ -221,7 +218,7 @@ class Accumulation:
     ) -> None:
         self._terms = None
         if denominators is not None:
-            reduction = ratios_of(denominators, reduction)  # raises for names that are none
+            reduction = ratios_of(denominators, reduction)  # raises for invalid names
             self._terms = Terms({name: name for name in denominators})
         reduction = gc.reductions.mean() if reduction is None else reduction
         self.window = ReplicatedWindow(reduction, every, gc.LOCAL if over is None else over, order, max_every)
@@ -231,7 +228,6 @@ class Accumulation:
         self._skip, self._applies = skip, applies
 
     def init(self, params: optax.Params) -> AccumulateUpdatesState:
-        """No window begun."""
         params = as_arrays(params)
         like, terms = gradients_like(params), self._terms
         window = jax.tree.map(
@@ -241,7 +237,7 @@ class Accumulation:
         if self._skip is not None:
             updates = like if terms is None else dict.fromkeys(terms.denominators, like)
             skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
-        # Outside of the mapped function the axis is not bound, and there is nothing to mark.
+        # Outside the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
             window, skipped = self.window.mark_varying(window), self._varying(skipped)
         state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
@@ -258,24 +254,24 @@ class Accumulation:
         number: Scalar = None,
         **extra_args: Tree,
     ) -> tuple[Tree, AccumulateUpdatesState]:
-        """One more microbatch, and the inner transformation where it ends the window."""
+        """Adds a microbatch, and runs the inner transformation if it ends the window."""
         if self._applies:
             params = as_arrays(require_given("the parameters to update", params))
-        added, dtypes = self._contribute(updates, state, params, weight, flush, number)
+        new_state, dtypes = self._contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: tuple[Tree, Tree], gradients: Tree) -> tuple[tuple[Tree, Tree], Tree]:
-            inner_state, its = kept[0], cast(Any, kept[1] if self._applies else params)
-            result, new = self.inner.update(cast_as(gradients, dtypes), inner_state, its, **extra_args)
+            inner_state, inner_params = kept[0], cast(Any, kept[1] if self._applies else params)
+            result, new = self.inner.update(cast_as(gradients, dtypes), inner_state, inner_params, **extra_args)
             new = keep_dtypes(new, inner_state)
-            return ((new, optax.apply_updates(its, result)), ()) if self._applies else ((new, ()), result)
+            return ((new, optax.apply_updates(inner_params, result)), ()) if self._applies else ((new, ()), result)
 
-        # On one replica the branches that return updates are elementwise, and GPUs fuse them with what reads the
-        # updates: a loop would have to write these.
+        # On one replica, the branches that return updates are elementwise: on GPUs, XLA fuses a conditional with the
+        # operations that read the updates, while a loop would have to write the updates to memory.
         branch = run_if if self._applies or self.window.over is not gc.LOCAL else conditional
-        kept = added.inner, params if self._applies else ()
-        window, kept, result = self.window.apply_if(added.applied, added.window, transform, kept, branch)
-        state = added._replace(window=window, inner=kept[0], applied=jnp.asarray(added.applied))
-        return (kept[1] if self._applies else result), state
+        kept = new_state.inner, params if self._applies else ()
+        window, kept, result = self.window.apply_if(new_state.applied, new_state.window, transform, kept, branch)
+        new_state = new_state._replace(window=window, inner=kept[0], applied=jnp.asarray(new_state.applied))
+        return (kept[1] if self._applies else result), new_state
 
     def _contribute(
         self,
@@ -286,19 +282,19 @@ class Accumulation:
         flush: Scalar,
         number: Scalar,
     ) -> tuple[AccumulateUpdatesState, Tree]:
-        """One more microbatch.
+        """Adds a microbatch to the window.
 
         Returns:
-          The state after it, whose ``inner`` has yet to run where ``applied`` holds; and specs of the dtypes that the
-          combined gradients are to have for it, see `cast_as`.
+          The new state, with ``inner`` unchanged, whose ``applied`` says whether it has to run; and specs for `cast_as`
+          with the dtypes of the gradients for it.
         """
         state, updates = as_arrays(self._require_state(state)), as_arrays(updates)
-        entering = updates
+        contribution = updates
         if self._terms is not None:
             weights = self._terms.weights(weight)
             gradients = self._terms.named("gradients of each denominator", updates)
-            entering, weight = self._terms.contribution(gradients, weights), 1
-        contribution, dtypes = in_dtypes_of_window(self.window, entering, state.window)
+            contribution, weight = self._terms.contribution(gradients, weights), 1
+        contribution, dtypes = in_dtypes_of_window(self.window, contribution, state.window)
         left_out: Scalar = False
         detail: Tree = ()
         if self._skip is not None:
@@ -312,10 +308,10 @@ class Accumulation:
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
     def _varying(self, skipped: Tree) -> Tree:
-        return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()
+        return skipped._replace(detail=mark_varying(self.window.over, skipped.detail)) if self._skip is not None else ()
 
     def _require_state(self, state: object) -> AccumulateUpdatesState:
-        """The state; raises for another transformation's."""
+        """Returns the state; raises if another transformation made it."""
         state = require_type("an AccumulateUpdatesState", state, AccumulateUpdatesState)
         with_or_without = "without" if self._skip is None else "with"
         if isinstance(state.skip, SkipState) != (self._skip is not None):
@@ -324,7 +320,7 @@ class Accumulation:
             require_state(state.window)
         for name in ("step", "index"):
             require_count(getattr(state.window, name), f".window.{name}")
-        tree.flatten(state)  # refuses what is no array
+        tree.flatten(state)  # raises for leaves that are not arrays
         return state
 
 

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The replicas around optax transformations: their updates combined, and functions run on each of them."""
+"""Replicas for optax: a transformation that combines their updates, and functions mapped over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcombine.errors import (
     require_integer,
     require_items,
 )
-from gradcombine.integrations.jax.on_replicas import on_replicas, require_of_jax
+from gradcombine.integrations.jax.on_replicas import on_replicas, require_jax_collective
 from gradcombine.integrations.optax.skip import SkipState
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
@@ -29,14 +29,14 @@ from gradcombine.types import AccumulateState, Order, Scalar, Tree
 def all_reduce(
     reduction: Reduction | None = None, *, over: Collective, order: Order = "sequential"
 ) -> optax.GradientTransformationExtraArgs:
-    """Combines the updates of all replicas, at every step.
+    """Combines the updates of all replicas at every step.
 
     Args:
-      reduction: from `gradcombine.reductions`; None: their mean.
+      reduction: combines the updates, from `gradcombine.reductions`; None: their mean.
       over, order: as for `gradcombine.all_reduce`.
 
     Returns:
-      A transformation without state. Its ``update`` takes ``weight=``, this replica's, as an extra argument.
+      A stateless transformation. Its ``update`` takes the extra argument ``weight``, the weight of this replica.
 
     Raises:
       GradCombineError: as `gradcombine.all_reduce`.
@@ -56,7 +56,7 @@ def all_reduce(
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
     check(reduction=reduction, order=order, over=over)
-    require_of_jax(over)
+    require_jax_collective(over)
 
     def init(params: optax.Params) -> optax.EmptyState:
         del params
@@ -75,26 +75,27 @@ def all_reduce(
 def map_replicas(
     function: Callable[..., Tree], over: Collective, *, batch_argnums: int | Sequence[int] = ()
 ) -> Callable[..., Tree]:
-    """Runs a training step around `accumulate` on each replica, under jit on a mesh.
+    """Maps a training step that uses `accumulate` over replicas, under jit on a mesh.
 
-    Gradients that jax.grad returns under jit are summed over the devices already, in each microbatch. Those of a mapped
-    function are each replica's own, and `accumulate` exchanges them once a window.
+    Under jit, gradients from jax.grad are already summed over devices, in each microbatch. In a mapped function, each
+    replica has its gradients, and `accumulate` all-reduces them once per window.
 
     Args:
-      function: of arrays. What it returns is the same on all replicas, except what `accumulate` keeps of a window.
-      over: the same as in `accumulate`: `gradcombine.jax_axis`, of axes of the mesh that the arguments lie on, or that
-        is in scope (jax.set_mesh).
-      batch_argnums: the positional arguments of which each replica gets a block along the first axis. All others are
-        the same on all replicas, and gathered where they were split over the axes.
+      function: a function of arrays. It has to return the same results on all replicas, except the window in the state
+        of `accumulate`.
+      over: as passed to `accumulate`: a `gradcombine.jax_axis` of axes of the arguments' mesh, or of the mesh in scope
+        (jax.set_mesh).
+      batch_argnums: positions of the arguments of which each replica gets a block along the first axis. All other
+        arguments are the same on all replicas, and gathered if they are sharded over the axes.
 
     Returns:
-      A function of the same arguments, by jax.shard_map over these axes alone, without check_vma. In its states
-      ``window.levels``, and of a skip function ``detail``, have a first axis of replicas; so the state is made by
-      ``map_replicas(tx.init, over)(params)``. Where pmap, vmap or shard_map binds the axes: the function itself.
+      A function of the same arguments, mapped by jax.shard_map over these axes alone, without check_vma. In its states,
+      ``window.levels`` and the ``detail`` of a skip function have a leading axis of replicas; so create the state by
+      ``map_replicas(tx.init, over)(params)``. If pmap, vmap or shard_map binds the axes, ``function`` is called as is.
 
     Raises:
-      GradCombineError: for axes that are neither bound nor of the mesh, arguments on several meshes, a batch that the
-        replicas cannot share, and a state without the axis of replicas.
+      GradCombineError: for axes that are neither bound nor mesh axes, arguments on several meshes, a batch that is not
+        divisible by the number of replicas, and a state without the axis of replicas.
 
     >>> import gradcombine as gc, jax, jax.numpy as jnp, optax
     >>> from gradcombine.integrations.optax import accumulate, map_replicas
@@ -112,48 +113,48 @@ def map_replicas(
     -2.0
     """
     check(over=over)
-    require_of_jax(over)
+    require_jax_collective(over)
     require_function("a function", function)
-    expected = "batch_argnums that are numbers of positional arguments"
-    given = [batch_argnums] if isinstance(batch_argnums, int) else require_items(expected, batch_argnums)
-    batch = [require_integer(expected, i, lowest=0) for i in given]
+    expected = "batch_argnums that are positions of arguments"
+    positions = [batch_argnums] if isinstance(batch_argnums, int) else require_items(expected, batch_argnums)
+    positions = [require_integer(expected, i, lowest=0) for i in positions]
 
     @operation("map_replicas")
     @wraps(function)
     def mapped(*args: Tree, **kwargs: Tree) -> Tree:
-        if max(batch, default=-1) >= len(args):
-            raise invalid(f"positional arguments at {batch}", len(args))
+        if max(positions, default=-1) >= len(args):
+            raise invalid(f"positional arguments at {positions}", len(args))
 
-        def one(whole: Tree, rows: list[Tree], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
-            called, named = _joined(whole, parts)
-            for i, x in zip(batch, rows, strict=True):
-                called[i] = x
-            return _parted(function(*called, **named))
+        def on_one(shared: Tree, batch: list[Tree], local: list[Tree]) -> tuple[Tree, list[Tree]]:
+            args, kwargs = _join_states(shared, local)
+            for i, x in zip(positions, batch, strict=True):
+                args[i] = x
+            return _split_states(function(*args, **kwargs))
 
-        whole, parts = _parted(([None if i in batch else x for i, x in enumerate(args)], kwargs))
-        return _joined(*on_replicas(over, one, whole, [args[i] for i in batch], parts))
+        shared, local = _split_states(([None if i in positions else x for i, x in enumerate(args)], kwargs))
+        return _join_states(*on_replicas(over, on_one, shared, [args[i] for i in positions], local))
 
     return mapped
 
 
-def _parted(values: Tree) -> tuple[Tree, list[Tree]]:
-    """Splits values into the part that is equal on all replicas, and the parts of states that differ."""
-    nodes, structure = jax.tree.flatten(values, is_leaf=_differs)
-    parts = [getattr(node, _field(node)) if _differs(node) else None for node in nodes]
-    common = [node._replace(**{_field(node): None}) if _differs(node) else node for node in nodes]
-    return jax.tree.unflatten(structure, common), parts
+def _split_states(values: Tree) -> tuple[Tree, list[Tree]]:
+    """Separates the fields of states that differ between replicas from values that are the same on all."""
+    nodes, structure = jax.tree.flatten(values, is_leaf=_is_state)
+    local = [getattr(node, _local_field(node)) if _is_state(node) else None for node in nodes]
+    shared = [node._replace(**{_local_field(node): None}) if _is_state(node) else node for node in nodes]
+    return jax.tree.unflatten(structure, shared), local
 
 
-def _joined(whole: Tree, parts: list[Tree]) -> Tree:
-    nodes, structure = jax.tree.flatten(whole, is_leaf=_differs)
-    pairs = zip(nodes, parts, strict=True)
-    joined = [node._replace(**{_field(node): part}) if _differs(node) else node for node, part in pairs]
+def _join_states(shared: Tree, local: list[Tree]) -> Tree:
+    nodes, structure = jax.tree.flatten(shared, is_leaf=_is_state)
+    pairs = zip(nodes, local, strict=True)
+    joined = [node._replace(**{_local_field(node): x}) if _is_state(node) else node for node, x in pairs]
     return jax.tree.unflatten(structure, joined)
 
 
-def _differs(node: Tree) -> bool:
+def _is_state(node: Tree) -> bool:
     return isinstance(node, (AccumulateState, SkipState))
 
 
-def _field(node: AccumulateState | SkipState) -> str:
+def _local_field(node: AccumulateState | SkipState) -> str:
     return "levels" if isinstance(node, AccumulateState) else "detail"

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Microbatches that are left out: not finite, or too large."""
+"""Skip functions that leave out microbatches whose gradients are not finite or too large."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from gradcombine.reductions import dtypes
 from gradcombine.types import Array, DType, Scalar, Tree
 
 Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Tree]]
-"""``skip(updates, gradient_step, params) -> (left_out, detail)``, as optax.MultiSteps has it: ``left_out`` is a boolean
-scalar, ``detail`` any tree of arrays, of the same structure and dtypes at every call. ``gradient_step`` is the number
-of the window, an int32 scalar; ``params`` may be None."""
+"""``skip(updates, gradient_step, params) -> (left_out, detail)``, as in optax.MultiSteps: ``left_out`` is a boolean
+scalar, ``detail`` a tree of arrays, of the same structure and dtypes in every call. ``gradient_step`` is the number of
+the window, an int32 scalar; ``params`` may be None."""
 
 
 class SkipState(NamedTuple):
     """State of the skip function of `accumulate`.
 
     Attributes:
-      skipped: int32 scalar, the microbatches left out since the state was made.
-      in_a_row: int32 scalar, how many of these were the last ones without a good one in between.
-      detail: what the skip function returned last beside its decision. It is each replica's own; the counts are the
-        same on all replicas.
+      skipped: int32 scalar, the number of microbatches left out since the state was created.
+      in_a_row: int32 scalar, the number of consecutive microbatches left out up to the last one.
+      detail: the second result of the last call of the skip function. It differs between replicas, unlike the counts.
     """
 
     skipped: Array
@@ -44,16 +43,16 @@ _NOT_GIVEN = object()
 def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Scalar = None, params: Tree = None) -> Tree:
     """Leaves out a microbatch that holds an infinity or a NaN.
 
-    Like ``optax.skip_not_finite``, this is the skip function itself. Called without arguments it returns itself, so
-    that it reads like `skip_large`.
+    Like ``optax.skip_not_finite``, this is the skip function itself. Called without arguments, it returns itself, for
+    symmetry with `skip_large`.
 
     Args:
-      updates: gradients, of any float, complex or integer dtype; not given: the function is returned.
-      gradient_step, params: not looked at.
+      updates: gradients of any float, complex or integer dtype; without it, the function returns itself.
+      gradient_step, params: ignored.
 
     Returns:
-      A boolean scalar, and a dict of ``should_skip``, the same scalar, and ``num_not_finite``, the number of such
-      elements, an int32 scalar.
+      A boolean scalar, and a dict of ``should_skip``, the same scalar, and ``num_not_finite``, an int32 scalar, the
+      number of infinities and NaNs.
 
     References: `optax.skip_not_finite
     <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#optax.skip_not_finite>`_.
@@ -73,17 +72,17 @@ def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Scalar = None, pa
 
 @operation("skip_large")
 def skip_large(max_norm: Scalar) -> Skip:
-    """Leaves out a microbatch whose gradients' Euclidean norm, over all leaves, is above a bound or NaN.
+    """Leaves out a microbatch if the Euclidean norm of its gradients, over all leaves, is above a bound or NaN.
 
-    Also in the place of ``optax.skip_large_updates``, whose bound is that of the squared norm; squares of narrow floats
-    do not overflow here.
+    Can replace ``optax.skip_large_updates``, whose bound is that of the squared norm. The squares of narrow floats do
+    not overflow.
 
     Args:
       max_norm: a number above 0, or a function of the window's number (an int32 scalar) that returns one.
 
     Returns:
-      The skip function. Its detail is a dict of ``should_skip`` and ``norm``, a float32 scalar, formed in float32 (in
-      float64 for leaves of float64).
+      The skip function. Its detail is a dict of ``should_skip`` and ``norm``, a float32 scalar, computed in float32
+      (float64 if any leaf is float64).
 
     Raises:
       GradCombineError: for a ``max_norm`` that is neither a function nor a number above 0.
@@ -112,13 +111,10 @@ def skip_large(max_norm: Scalar) -> Skip:
 
 
 def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Tree]:
-    """Calls a skip function.
+    """Calls a skip function; raises unless it returns a boolean scalar and a detail.
 
     Returns:
-      Its decision, a boolean scalar array, and its detail.
-
-    Raises:
-      GradCombineError: where it returned anything else.
+      The decision, a boolean scalar array, and the detail.
     """
     expected = "a skip function that returns (boolean scalar, state)"
     decision, detail = require_tuple(expected, skip(updates, gradient_step, params), 2)
@@ -127,22 +123,22 @@ def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tup
 
 
 def first_detail(skip: Skip, params: Tree) -> Tree:
-    """The detail of a skip function before the first microbatch: that of gradients which are all zero."""
+    """Detail of a skip function before the first microbatch: that of zero gradients."""
     return decide(skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
 
 
 def _gradients(updates: Tree) -> list[Array]:
-    """The arrays of numbers that gradients are."""
+    """The present leaves as arrays; raises for dtypes that are not numeric."""
     leaves, structure = tree.flatten(updates)
-    backend, found = load("jax"), list[Array]()
+    backend, gradients = load("jax"), list[Array]()
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if not is_absent(leaf):
             with within(path):
-                found.append(backend.asarray(leaf))
+                gradients.append(backend.asarray(leaf))
                 dtype = backend.dtype(leaf)
                 if dtypes.kind(dtype) not in dtypes.NUMERIC:
                     raise invalid("gradients of numbers", dtype)
-    return found
+    return gradients
 
 
 def _bound(value: Scalar, dtype: DType) -> Array:

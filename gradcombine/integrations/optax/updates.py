@@ -1,5 +1,5 @@
 # pyright: standard
-"""Gradient trees as optax has them: what a window is made for, and the dtypes that its mean returns in."""
+"""Conversions between optax's gradient trees and windows: structures, dtypes, and stand-ins for parameters."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
 
 def gradients_like(params: Tree) -> Tree:
-    """A tree of the gradients' shapes: the parameters, of optax.lookahead the fast ones."""
+    """A tree with the structure and shapes of the gradients: the parameters, for optax.lookahead the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _shapes(function: Callable[[Tree], Tree], value: Tree) -> Tree:
+def _eval_shape(function: Callable[[Tree], Tree], value: Tree) -> Tree:
     """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
     with translate_errors("a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
 
 
 def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
-    """The updates in the dtypes that the window was made for, and specs of what the reduction gives to the updates.
+    """Casts updates to the dtypes of the window; also returns specs of the reduction's results for the original dtypes.
 
-    Specs are None where the window was made for such updates, and nothing has to be cast.
+    The specs are None if the window was made for updates of these dtypes, and nothing has to be cast.
 
     Raises:
-      GradCombineError: for updates of another structure, and for ones that are combined over the replicas already.
+      GradCombineError: for updates of another structure, and for updates that are already combined over the replicas.
     """
-    _require_unreduced(window, numerators(updates))
-    begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
-    made_for_such = _shapes(window.reduction.init, updates)
-    if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
+    _require_unreduced(window, _numerators(updates))
+    held = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
+    for_updates = _eval_shape(window.reduction.init, updates)
+    if jax.tree.structure(for_updates) == jax.tree.structure(held) and _dtypes(for_updates) == _dtypes(held):
         return updates, None
-    specs, structure = tree.flatten(_shapes(window.accumulator.value, state))
-    results = jax.eval_shape(window.reduction.finalize, made_for_such)
+    window_results, structure = tree.flatten(_eval_shape(window.accumulator.value, state))
+    results = jax.eval_shape(window.reduction.finalize, for_updates)
     outputs = tree.flatten_as(structure, results)
-    # Results of one dtype are of updates that the window takes as they are.
+    # The window accepts an update unchanged if its result has the dtype of the window's result.
     targets = [
         spec if spec is not None and output is not None and output.dtype != spec.dtype else None
-        for spec, output in zip(specs, outputs, strict=True)
+        for spec, output in zip(window_results, outputs, strict=True)
     ]
 
-    def wide(gradients: Tree) -> Tree:
+    def widen(gradients: Tree) -> Tree:
         leaves = tree.flatten_as(structure, gradients)
         return tree.unflatten(structure, map(widened, leaves, targets))
 
     if not isinstance(updates, dict) or not any(isinstance(x, Ratio) for x in updates.values()):
-        return wide(updates), results
-    return {name: x._replace(numerator=wide(x.numerator)) for name, x in updates.items()}, results
+        return widen(updates), results
+    return {name: x._replace(numerator=widen(x.numerator)) for name, x in updates.items()}, results
 
 
-def numerators(updates: Tree) -> Tree:
-    """The gradients, without what they are over where they are several."""
+def _numerators(updates: Tree) -> Tree:
+    """Replaces `Ratio`s by their numerators, the gradients."""
 
     def is_ratio(node: Tree) -> bool:
         return isinstance(node, Ratio)
@@ -81,7 +81,7 @@ def _dtypes(state: Tree) -> list[np.dtype]:
 
 
 def cast_as(values: Tree, specs: Tree) -> Tree:
-    """The values in the dtypes of a tree of arrays or specs; where that is None, they keep theirs."""
+    """Casts values to the dtypes of a tree of arrays or specs; None, for a leaf or for the tree, keeps the dtype."""
     if specs is None:
         return values
     leaves, structure = tree.flatten(values)
@@ -90,29 +90,29 @@ def cast_as(values: Tree, specs: Tree) -> Tree:
     return tree.unflatten(structure, cast)
 
 
-def stands_in(params: Tree) -> bool:
-    """Whether this is the registered node without children that ``optax.tree_map_params`` makes a state for."""
+def is_stand_in(params: Tree) -> bool:
+    """Whether ``params`` is the childless pytree node that ``optax.tree_map_params`` passes to ``init``."""
     if params is None or isinstance(params, (tuple, list, dict)):
         return False
     return not jax.tree.leaves(params, is_leaf=lambda node: node is not params)
 
 
 def init_for(init: Callable[[Tree], State], params: Tree) -> State:
-    """``init(params)``, or for a stand-in a state that has it where the accumulators are.
+    """Returns ``init(params)``; for the stand-in of ``optax.tree_map_params``, a state with it as the accumulators.
 
-    ``optax.tree_map_params`` takes every place where the stand-in comes back for a tree of parameters, and every array
-    for something else. The constants that remember the dtypes are the latter: one array stands for them.
+    ``optax.tree_map_params`` treats every occurrence of the stand-in in the state as a tree of parameters, and every
+    array as something else. The static dtypes of a state are represented by one such array.
     """
-    if not stands_in(params):
+    if not is_stand_in(params):
         return init(params)
 
-    def place(node: Tree) -> Tree:
+    def insert_stand_in(node: Tree) -> Tree:
         if isinstance(node, BinaryCounter):
-            # Levels have an axis more than the parameters: what is meant for these does not fit them.
+            # Stacked levels have one more axis than the parameters, and so must not be mapped with them.
             return node._replace(stacked=node.filled)
         return node._replace(value=params, dtypes=node.count) if isinstance(node, TreewiseState) else node
 
     def is_leaf(node: Tree) -> bool:
         return isinstance(node, (BinaryCounter, TreewiseState))
 
-    return jax.tree.map(place, init(jnp.zeros(())), is_leaf=is_leaf)
+    return jax.tree.map(insert_stand_in, init(jnp.zeros(())), is_leaf=is_leaf)

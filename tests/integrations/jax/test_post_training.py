@@ -209,7 +209,7 @@ def test_the_norm_of_one_term() -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "where gradients are returned": (
         lambda: value_and_grad(objective(grad_norm=True), 2),
-        "no grad_norm, where the gradients are returned",
+        "no grad_norm, as the gradients are returned",
     ),
     "of shards": (
         lambda: train_step(
@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
             optax.sgd(1.0),
             reduction=zero.scattered(reductions.mean(), gc.jax_axis("data")),
         ),
-        "a reduction of whole gradients, for grad_norm",
+        "a reduction of full gradients, for grad_norm",
     ),
     "another kind": (
         lambda: train_step(Loss(lambda w, x: w, grad_norm="all"), optax.sgd(1.0)),  # pyright: ignore

@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a late discard": (lambda s: STEP.discard(s, "a", window=1), "the window 0, or one that has ended"),
     "no example of terms": (
         lambda s: TERMS.load("x.npz", TERMS.init({"a": W}), "a"),
-        "an example of the loss's arguments, of a loss with aux or terms",
+        "an example of the arguments, for a loss with aux or terms",
     ),
     "a number beyond": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=4), "from 0 to 3, received 4"),
     "a negative number": (
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no number": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[]), "each microbatch once"),
     "rows": (
         lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[0, 1, 2]),
-        "that 3 microbatches can share",
+        "that is divisible by 3 microbatches",
     ),
     "a later window": (
         lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=0, window=1),
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an empty slot": (lambda s: STEP.optim_step(s, "a"), "a slot that holds microbatches, received an empty one"),
     "nothing to save": (lambda s: STEP.save("x.npz", s, "a"), "a slot that holds microbatches"),
     "a slot again": (lambda s: STEP.add(s, "a", W), "a slot that does not exist"),
-    "a new slot of no name": (lambda s: STEP.add(s, {}, W), "of a hashable name"),
+    "a new slot of no name": (lambda s: STEP.add(s, {}, W), "a hashable name"),
     "no slots": (lambda s: STEP.discard(None, "a"), "the slots, from init"),
     "a carry": (lambda s: request_step(Loss(loss, carry_argnum=1), TAKEN, microbatches=2), "a loss without a carry"),
     "a ledger": (

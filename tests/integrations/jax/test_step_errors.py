@@ -95,5 +95,5 @@ def test_a_carry_is_asked_for_and_refused() -> None:
 
 def test_whole_windows_have_nothing_to_flush() -> None:
     step = train_step(linear, NEGATE, microbatches=2)
-    with pytest.raises(gc.GradCombineError, match="expected flush of a step with every"):
+    with pytest.raises(gc.GradCombineError, match="expected a step with every, for flush"):
         step.flush(start(), step.init(start()))

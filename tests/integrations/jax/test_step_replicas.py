@@ -82,12 +82,12 @@ def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, progra
 
 @pytest.mark.parametrize(
     ("check_vma", "alone"),
-    cases([(False, 0), (True, on_replicas.EXCHANGED_ALONE)], (True, False), (0, on_replicas.EXCHANGED_ALONE)),
+    cases([(False, 0), (True, on_replicas.SEPARATE_BYTES)], (True, False), (0, on_replicas.SEPARATE_BYTES)),
 )
 def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
     check_vma: bool, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_replicas, "EXCHANGED_ALONE", alone)
+    monkeypatch.setattr(on_replicas, "SEPARATE_BYTES", alone)
     specs = TrainState(gc.AccumulateState(levels=P("d"), step=P(), index=P()), opt_state=P(), carry=P("d"))
     traces: list[int] = []
 
