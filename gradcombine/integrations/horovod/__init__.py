@@ -1,4 +1,4 @@
-"""For programs written for Horovod: its local gradient aggregation, and its all-reduce over gradcombine's replicas."""
+"""Horovod's local gradient aggregation, and its all-reduce over gradcombine's replicas."""
 
 from gradcombine.errors import importing
 

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Horovod's local gradient aggregation: an all-reduce once in several backward passes."""
+"""Horovod's local gradient aggregation: one all-reduce per several backward passes."""
 
 from __future__ import annotations
 
@@ -48,42 +48,42 @@ Mode = Literal["eager", "graph"]
 
 
 class LocalGradientAggregation(WithSeen):
-    """Adds up the gradients of several backward passes; combines them over ranks, and applies them, at the last one.
+    """Sums the gradients of several backward passes; the last pass combines them over ranks and applies them.
 
-    The two methods stand in for those of Horovod's LocalGradientAggregationHelper (mode ``"graph"``) and
+    The two methods replace those of Horovod's LocalGradientAggregationHelper (mode ``"graph"``) and
     LocalGradientAggregationHelperEager (mode ``"eager"``). Both modes run eagerly, in a tf.function and in a tf.Graph
-    of TensorFlow 1; they differ in what is returned between boundaries.
+    of TensorFlow 1; they differ in what a pass before the boundary returns.
 
     Args:
-      backward_passes_per_step: k, the number of backward passes from one boundary to the next. 1: every gradient is
-        combined at once, sparse ones included.
-      allreduce: ``allreduce(gradients, variables) -> gradients``, of equally long lists without None: `AllReduce`, or
-        Horovod's own.
-      sparse_as_dense: whether tf.IndexedSlices become dense. If not, they are refused for k > 1.
-      average_aggregated_gradients: whether the result is divided by k.
-      mode: what a pass before the boundary returns. ``"graph"``: its own gradients. ``"eager"``: the sums so far. None:
-        as Horovod chooses, ``"graph"`` where this is made in a graph.
-      size: of the process set, an integer or a function, by which the gradients of local variables are divided. None:
+      backward_passes_per_step: k, the number of backward passes from one boundary to the next. 1: all gradients are
+        combined in each pass, including sparse ones.
+      allreduce: ``allreduce(gradients, variables) -> gradients``, a function of lists of equal length without None: an
+        `AllReduce`, or Horovod's function.
+      sparse_as_dense: whether tf.IndexedSlices are converted to dense tensors. If not, they are an error for k > 1.
+      average_aggregated_gradients: whether to divide the result by k.
+      mode: what a pass before the boundary returns. ``"graph"``: its gradients. ``"eager"``: the sums so far. None: as
+        in Horovod, ``"graph"`` if this object is created in a graph, else ``"eager"``.
+      size: the number of ranks by which the gradients of local variables are divided, an integer or a function. None:
         ``allreduce.size()``.
-      scale_local_gradients: whether they are divided.
-      reduction: how the passes are combined; None: their sum, accumulated in at least float32.
+      scale_local_gradients: whether to divide the gradients of local variables.
+      reduction: combines the passes; None: their sum, accumulated in float32 or wider.
 
     Raises:
-      GradCombineError: for k <= 0 and sparse gradients, with Horovod's texts; for lists that do not match; for k > 1 in
-        a tf.function under a strategy of several replicas, where tf.distribute allows no collective in a conditional
-        (`gradcombine.integrations.tensorflow.AccumulatedStep` accumulates there). The window is unchanged then, also
-        after an error of ``allreduce`` in eager execution: the same pass may be tried again.
+      GradCombineError: for k <= 0 and for sparse gradients, with Horovod's messages; for lists that do not match; for
+        k > 1 in a tf.function under a strategy of several replicas, where tf.distribute allows no collective in a
+        conditional (use `gradcombine.integrations.tensorflow.AccumulatedStep` there). The window is then unchanged.
+        This also holds for an error of ``allreduce`` in eager execution: the same pass can be repeated.
 
     Bits: the sums are those of `gradcombine.accumulate`; quotients are correctly rounded on CPU.
 
-    A gradient that is None in all passes so far is None in the result. One that is None in some passes adds nothing in
-    these, and is zeros where the gradients of such a pass are returned. The first call makes the variables: it fixes
-    the number of gradients, their shapes and their dtypes.
+    A gradient that is None in all passes so far is None in the result. If it is None in some passes, these add nothing;
+    a pass that returns its gradients then returns zeros for it. The first call creates the variables: it fixes the
+    number of gradients, their shapes and their dtypes.
 
-    Which variables have had a gradient is in the state, `seen`, and in its checkpoints; from an earlier checkpoint
-    without that, those are known whose gradients in the window add up to something else than zeros. A graph decides
-    while it is traced where None is returned. Its boundary refuses a window that holds a gradient there, one that was
-    restored after the tracing or filled by another trace: trace it again (XLA leaves out the check).
+    The state attribute `seen` records which variables have had a gradient, and is part of checkpoints. For an older
+    checkpoint without it, variables count if their sum in the window is not zero. A graph decides at trace time where
+    it returns None. At the boundary, it raises an error if the window holds a gradient for such a variable, restored
+    after tracing or added by another trace: trace it again. (XLA removes this check.)
 
     References: `Horovod with TensorFlow <https://horovod.readthedocs.io/en/stable/tensorflow.html>`_,
     ``backward_passes_per_step``.
@@ -127,32 +127,31 @@ class LocalGradientAggregation(WithSeen):
         self._sparse_as_dense, self._average = sparse_as_dense, average_aggregated_gradients
         self._scale_local = scale_local_gradients
         self._local: set[Any] = set()
-        combined = reductions.sum() if reduction is None else reduction
-        self._window = Window(combined, self._k)
+        self._window = Window(reductions.sum() if reduction is None else reduction, self._k)
         self._state: ReplicaState | None = None
         self._traced: set[int] = set()
         self._written: list[tf.Operation] = []
 
     @property
     def counter(self) -> tf.Tensor:
-        """The passes since the last boundary, an int32 scalar; 0 right after it."""
+        """Number of passes since the last boundary, an int32 scalar; 0 right after it."""
         return tf.constant(0) if self._state is None else self._window.next(self._state.unread())[1]
 
     @operation("register_local_var")
     def register_local_var(self, variable: Any) -> None:
-        """Leaves a variable out of the all-reduce: each rank keeps its own gradient, divided by the number of ranks."""
+        """Excludes a variable from the all-reduce: each rank keeps its gradient, divided by the number of ranks."""
         self._local.add(_key(variable))
 
     @operation("compute_gradients")
     def compute_gradients(self, grads: Sequence[Leaf], vars: Sequence[Any]) -> list[Leaf]:
-        """One backward pass.
+        """Processes the gradients of one backward pass.
 
         Args:
-          grads: this pass's gradients: tensors, tf.IndexedSlices or None.
+          grads: gradients of this pass: tensors, tf.IndexedSlices or None.
           vars: their variables.
 
         Returns:
-          At a boundary the combined sums of the window's passes; before it what ``mode`` says.
+          At a boundary, the combined sums of the window's passes; before it, as described for ``mode``.
         """
         gradients = require_items("a list of gradients", grads)
         variables = require_items("a list of variables", vars)
@@ -170,46 +169,46 @@ class LocalGradientAggregation(WithSeen):
             return self._combined(gradients, variables)
         for i, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                text = "IndexedSlices are not supported when `backward_passes_per_step` > 1"
-                text += " and `sparse_as_dense` is False."
-                raise HorovodError(text, "compute_gradients", "a dense gradient", "IndexedSlices", f"[{i}]")
+                message = "IndexedSlices are not supported when `backward_passes_per_step` > 1"
+                message += " and `sparse_as_dense` is False."
+                raise HorovodError(message, "compute_gradients", "a dense gradient", "IndexedSlices", f"[{i}]")
         _require_no_conditional_collective()
         held = self._state_for(gradients, variables)
         state = self._window.contribute(held.read(), gradients)
         sums = self._window.value(state)
         present = {i for i, x in enumerate(gradients) if x is not None}
-        chosen = self._known(held, present)
+        returned = self._with_gradient(held, present)
         filled = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
-        between = filled if self._graph_mode else sums
+        before_boundary = filled if self._graph_mode else sums
         full = self._window.is_full(state)
-        checked = self._returned(full, sums, chosen)
-        picked = branch(
+        checks = self._checks(full, sums, returned)
+        selected = branch(
             full,
-            lambda: self._combined([sums[i] for i in chosen], [variables[i] for i in chosen]),
-            lambda: [between[i] for i in chosen],
+            lambda: self._combined([sums[i] for i in returned], [variables[i] for i in returned]),
+            lambda: [before_boundary[i] for i in returned],
         )
-        # Written last: where the all-reduce fails, the window is as it was.
-        with run_after([*picked, *checked]):
+        # Written last, so that the window is unchanged if the all-reduce fails.
+        with run_after([*selected, *checks]):
             written = held.write(Pending(self._window.end(state, full)))
-            noted = self.see(present)
-        self._written = [*written, noted.op] if written else []
-        results = dict(zip(chosen, completed(picked, self._written), strict=True))
+            seen = self.see(present)
+        self._written = [*written, seen.op] if written else []
+        results = dict(zip(returned, completed(selected, self._written), strict=True))
         return [results.get(i) for i in range(len(gradients))]
 
     @operation("apply_gradients")
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> tf.Tensor:
-        """Applies at a boundary; on other passes only counts.
+        """Applies the gradients at a boundary; on other passes it only increments counters.
 
         Args:
           apply_grads_closure: called at a boundary (and before the first pass).
-          optimizer: whose ``iterations``, if it has them, grow by 1 on other passes.
-          *args: not used; accepted because Horovod's method takes the gradients.
-          **kwargs: ``global_step``, if it is given, grows by 1 on other passes.
+          optimizer: its ``iterations``, if it has them, are incremented on other passes.
+          *args: ignored; accepted because Horovod's method takes the gradients.
+          **kwargs: ``global_step``, if passed, is incremented on other passes.
 
         Returns:
-          Whether the closure was called, a boolean scalar; in a tf.Graph, what has to be run.
+          Whether the closure was called, a boolean scalar; in a tf.Graph, the tensor to run.
         """
 
         def only_count() -> list[Leaf]:
@@ -228,81 +227,81 @@ class LocalGradientAggregation(WithSeen):
                 specs = list(map(_spec, gradients, variables, range(len(variables))))
                 self._state = in_local_variables(self._window, specs)
                 self.make_seen(len(variables), each_replica=True)
-            # In a closure: tf.Module would wrap a list, and save it.
+            # A closure, as tf.Module would track and save a list.
             self._specs = lambda: specs
             self.position, self.windows = self._state.position, self._state.windows
         return self._state
 
-    def _known(self, held: ReplicaState, present: set[int]) -> list[int]:
-        """The variables that have had a gradient: in this pass, or in one before it that the state tells of."""
-        known = present | (set() if tf.executing_eagerly() else self._traced)
+    def _with_gradient(self, held: ReplicaState, present: set[int]) -> list[int]:
+        """Indices of the variables that have had a gradient, in this pass or according to the state."""
+        seen = present | (set() if tf.executing_eagerly() else self._traced)
         with tf.init_scope():
             if tf.executing_eagerly():
-                known |= set(np.flatnonzero(tf.convert_to_tensor(self.seen)).tolist())
-                others = [i for i in range(self.seen.shape[0]) if i not in known]
-                known |= set(np.array(others, int)[self._held(held.value(), others).numpy()].tolist())
-        if not tf.executing_eagerly():  # a pass that is later in the graph gets it
+                seen |= set(np.flatnonzero(tf.convert_to_tensor(self.seen)).tolist())
+                others = [i for i in range(self.seen.shape[0]) if i not in seen]
+                seen |= set(np.array(others, int)[self._is_nonzero(held.value(), others).numpy()].tolist())
+        if not tf.executing_eagerly():  # remembered for later passes in the same graph
             self._traced |= present
-        return sorted(known)
+        return sorted(seen)
 
-    def _held(self, sums: Sequence[Leaf], indices: Sequence[int]) -> tf.Tensor:
-        """Whether the window holds something for these variables, a boolean vector."""
+    def _is_nonzero(self, sums: Sequence[Leaf], indices: Sequence[int]) -> tf.Tensor:
+        """Whether the window's sums for these variables differ from those of an empty window, a boolean vector."""
         if not indices:
             return tf.zeros([0], tf.bool)
         empty = neutral(self._window, [x if i in indices else None for i, x in enumerate(self._specs())])
         return tf.stack([differs(sums[i], empty[i]) for i in indices])
 
-    def _returned(self, full: Scalar, sums: Sequence[Leaf], chosen: Sequence[int]) -> list[tf.Operation]:
-        """Operations that refuse a boundary at which a graph would return None for what the window holds."""
-        others = [i for i in range(len(sums)) if i not in chosen]
+    def _checks(self, full: Scalar, sums: Sequence[Leaf], returned: Sequence[int]) -> list[tf.Operation]:
+        """Operations that raise at a boundary if a graph would return None for a gradient in the window."""
+        others = [i for i in range(len(sums)) if i not in returned]
         if tf.executing_eagerly() or not others:
             return []
-        lost = full & tf.reduce_any(self._held(sums, others))
-        expected = "a function traced when each variable of the window had had a gradient: trace it again"
-        received = "a gradient that was restored, or came in another trace, for a variable that it returns None for"
-        text = str(GradCombineError("compute_gradients", expected, received))
-        return [tf.debugging.Assert(~lost, [text])]
+        lost = full & tf.reduce_any(self._is_nonzero(sums, others))
+        expected = "a function traced after each variable of the window had a gradient: trace it again"
+        received = "a gradient that was restored, or added by another trace, for a variable that it returns None for"
+        message = str(GradCombineError("compute_gradients", expected, received))
+        return [tf.debugging.Assert(~lost, [message])]
 
     def _combined(self, gradients: list[Leaf], variables: list[Any]) -> list[Leaf]:
-        """All-reduced, except for local variables, and divided as asked for. None stays in its place."""
+        """All-reduces the gradients, except of local variables, and divides them as configured; skips None."""
         local = [_key(variable) in self._local for variable in variables]
         combined = list(gradients)
         shared = [i for i, x in enumerate(gradients) if x is not None and not local[i]]
         if shared:
-            returned = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
-            reduced = require_items("a list of gradients of allreduce", returned)
-            require_equal("{} gradients of allreduce", len(shared), len(reduced))
+            reduced = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
+            reduced = require_items("a list of gradients from allreduce", reduced)
+            require_equal("{} gradients from allreduce", len(shared), len(reduced))
             for i, x in zip(shared, reduced, strict=True):
                 combined[i] = x
         if self._scale_local and any(local):
-            combined = [_divided(x, self._ranks()) if chosen else x for x, chosen in zip(combined, local, strict=True)]
+            size = self._n_ranks()
+            combined = [_divided(x, size) if is_local else x for x, is_local in zip(combined, local, strict=True)]
         return [_divided(x, self._k) for x in combined] if self._average else combined
 
-    def _ranks(self) -> Array:
+    def _n_ranks(self) -> Array:
         size = getattr(self._allreduce, "size", None) if self._size is None else self._size
         size = require_given("a size, for the gradients of local variables", size)
         return size() if callable(size) else size
 
 
 def _passes(k: Any) -> int:
-    expected = "an integer backward_passes_per_step"
-    passes = require_integer(expected, k, lowest=-MOST)
+    passes = require_integer("an integer backward_passes_per_step", k, lowest=-MOST)
     if passes <= 0:
-        text = "backward_passes_per_step must be > 0"
-        raise HorovodError(text, "LocalGradientAggregation", "backward_passes_per_step of 1 or more", k)
+        message = "backward_passes_per_step must be > 0"
+        raise HorovodError(message, "LocalGradientAggregation", "backward_passes_per_step of 1 or more", k)
     return passes
 
 
 def _spec(gradient: Leaf, variable: Any, i: int) -> tf.TensorSpec:
-    """Shape and dtype of a gradient; of the variable, where there is no gradient or its shape is not known."""
-    # Of what has neither shape nor dtype, or others than TensorFlow's.
+    """Shape and dtype of a gradient; those of the variable if the gradient is None or its shape is unknown."""
+    # Raised for objects without a shape or dtype, or with ones that TensorFlow does not know.
     with translate_errors(
         "a variable", AttributeError, TypeError, ValueError, received=lambda: shown(variable), path=f"[{i}]"
     ):
-        own = tf.TensorSpec(variable.shape, variable.dtype)
+        spec = tf.TensorSpec(variable.shape, variable.dtype)
     if gradient is None:
-        return own
-    return tf.TensorSpec(gradient.shape if gradient.shape.is_fully_defined() else own.shape, gradient.dtype)
+        return spec
+    return tf.TensorSpec(gradient.shape if gradient.shape.is_fully_defined() else spec.shape, gradient.dtype)
 
 
 def _key(variable: Any) -> Any:
@@ -311,7 +310,7 @@ def _key(variable: Any) -> Any:
 
 
 def _divided(gradient: Leaf, divisor: Scalar) -> Array:
-    """``gradient / divisor``, correctly rounded; 1 divides nothing."""
+    """``gradient / divisor``, correctly rounded; unchanged for None and for a divisor of 1."""
     if gradient is None or (isinstance(divisor, int) and divisor == 1):
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
@@ -329,6 +328,6 @@ def _done(applied: bool, results: Any) -> tf.Tensor:
 def _require_no_conditional_collective() -> None:
     context = tf.distribute.get_replica_context()
     replicas = 1 if context is None or tf.executing_eagerly() else context.num_replicas_in_sync
-    expected = "an eager call (or AccumulatedStep): tf.distribute allows no collective in a conditional"
     if replicas > 1:
+        expected = "an eager call (or AccumulatedStep): tf.distribute allows no collective in a conditional"
         raise invalid(expected, f"one in a tf.function, on {replicas} replicas")

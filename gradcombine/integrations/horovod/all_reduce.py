@@ -42,10 +42,10 @@ _REDUCTIONS: dict[str, Callable[..., Reduction]] = {
 
 
 class HorovodError(GradCombineError):
-    """A refusal whose whole text is Horovod's, for which programs look.
+    """An error with Horovod's message, which programs may match.
 
     Args:
-      text: what ``str`` gives.
+      text: the message that ``str`` returns.
       operation, expected, received, path: as for `gradcombine.GradCombineError`.
     """
 
@@ -58,32 +58,32 @@ class HorovodError(GradCombineError):
 
 
 class AllReduce:
-    """Combines a list of gradients over the ranks, as ``hvd.grouped_allreduce`` does: a function of (gradients).
+    """A function that combines a list of gradients over ranks, like ``hvd.grouped_allreduce``.
 
-    Made for `LocalGradientAggregation`, and called where `gradcombine.all_reduce` may be: with JAX arrays inside pmap,
-    vmap or shard_map, with TensorFlow tensors in the replica context of a strategy.
+    For use in `LocalGradientAggregation`, and wherever `gradcombine.all_reduce` can be called: with JAX arrays inside
+    pmap, vmap or shard_map, with TensorFlow tensors in the replica context of a strategy.
 
     Args:
       over: the collective: `gradcombine.LOCAL`, `gradcombine.jax_axis` or `gradcombine.tf_replicas`.
       op: ``"average"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or ``"adasum"``.
-      prescale_factor: multiplies each gradient before the exchange. Float gradients.
+      prescale_factor: multiplies each float gradient before the all-reduce.
       postscale_factor: multiplies the result.
-      gradient_predivide_factor: f divides each gradient before an average is formed, and multiplies it afterwards: a
-        sum of fewer large numbers on the wire, and the same average.
-      process_set: the ranks that take part; None: all. The others get their own gradients back.
-      compression: a dtype in which ranks send float gradients, one of `gradcombine.wires.cast`: ``"float16"`` is
-        Horovod's Compression.fp16, with sums in float32. Not for minima and maxima.
-      sparse_as_dense: whether tf.IndexedSlices become dense. If not, ranks exchange their rows as they are, of sums and
-        averages only.
+      gradient_predivide_factor: divides each gradient before an average, and multiplies the average: this keeps the
+        sum on the wire small, and the average the same.
+      process_set: the ranks that take part; None: all. The other ranks get their gradients back unchanged.
+      compression: the dtype in which ranks send float gradients, as for `gradcombine.wires.cast`: ``"float16"`` is
+        Horovod's Compression.fp16, but sums in float32. Not for minima and maxima.
+      sparse_as_dense: whether tf.IndexedSlices are converted to dense tensors. If not, ranks exchange their rows; only
+        for sums and averages.
       order: as for `gradcombine.all_reduce`.
 
     Raises:
-      GradCombineError: for an op, factor, process set or compression that is refused above, when it is made or, where
-        that takes the number of ranks, when it is called; and as `gradcombine.all_reduce`.
+      GradCombineError: for an invalid op, factor, process set or compression, and as `gradcombine.all_reduce`. Ranks
+        of the process set that do not exist raise when the object is called.
 
     Bits: as `gradcombine.all_reduce` with the reduction of that name; each factor rounds once, in float32 or wider. An
-    average is divided by the number of ranks, once, where Horovod multiplies by its rounded reciprocal. All gradients
-    of a call go in one exchange, of each dtype.
+    average is divided once by the number of ranks, while Horovod multiplies by its rounded reciprocal. The gradients of
+    a call are all-reduced together, once per dtype.
 
     References: `hvd.grouped_allreduce and hvd.DistributedOptimizer
     <https://horovod.readthedocs.io/en/stable/api.html#module-horovod.tensorflow>`_.
@@ -93,7 +93,7 @@ class AllReduce:
     [array([0.5, 1. ], dtype=float32), None]
     """
 
-    # AutoGraph looks for the mark of `no_autograph` on what is called, and that is the object.
+    # AutoGraph looks for the mark of `no_autograph` on the called object, not on its method.
     autograph_info__: ClassVar[dict[str, Any]] = {}
 
     @operation("AllReduce")
@@ -119,14 +119,14 @@ class AllReduce:
         if gradient_predivide_factor == 0:
             raise invalid("finite factors, and no predivision by 0", gradient_predivide_factor)
         if gradient_predivide_factor != 1 and op != "average":
-            text = "gradient_predivide_factor not supported with op != Average"
-            raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
+            message = "gradient_predivide_factor not supported with op != Average"
+            raise HorovodError(message, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
         if compression is not None and op in ("min", "max"):
             raise invalid(f"no compression for {op!r}", shown(compression))
         self._over, self._op = over, op
         self._order: Order = order
-        self._before = prescale_factor / gradient_predivide_factor
-        self._after = postscale_factor * gradient_predivide_factor
+        self._prescale = prescale_factor / gradient_predivide_factor
+        self._postscale = postscale_factor * gradient_predivide_factor
         self._process_set = None if process_set is None else _ranks(process_set)
         self._sparse_as_dense = sparse_as_dense
         self._reduction, self._compressed = _REDUCTIONS[op](), None
@@ -135,7 +135,7 @@ class AllReduce:
 
     @operation("AllReduce")
     def size(self) -> int:
-        """The number of ranks that take part."""
+        """Number of ranks that take part."""
         return self._over.size() if self._process_set is None else len(self._process_set)
 
     @operation("AllReduce")
@@ -143,8 +143,8 @@ class AllReduce:
         """Combines gradients over the ranks.
 
         Args:
-          gradients: this rank's; a list, or any tree. None passes through in its place: it is None on all ranks.
-          variables: not used; accepted because Horovod's function takes them.
+          gradients: gradients of this rank, a list or another tree. A leaf that is None on all ranks stays None.
+          variables: ignored; accepted because Horovod's function takes them.
 
         Returns:
           The combined gradients, of the same structure and dtypes.
@@ -156,8 +156,8 @@ class AllReduce:
             slices = {}
         paths = list(structure.paths())
         included = self._included(resolve(leaves))
-        kept = [None if i in slices else leaf for i, leaf in enumerate(leaves)]
-        combined = self._dense(kept, paths, included)
+        dense = [None if i in slices else leaf for i, leaf in enumerate(leaves)]
+        combined = self._dense(dense, paths, included)
         for i, leaf in slices.items():
             combined[i] = self._sparse(leaf, paths[i], included)
         return tree.unflatten(structure, combined)
@@ -166,10 +166,10 @@ class AllReduce:
         if all(is_absent(leaf) for leaf in leaves):
             return leaves
         backend = resolve(leaves)
-        scaled = [_times(backend, x, self._before, path) for x, path in zip(leaves, paths, strict=True)]
+        scaled = [_times(backend, x, self._prescale, path) for x, path in zip(leaves, paths, strict=True)]
         weight = 1 if included is None else included
         reduced = self._reduced(backend, scaled, weight)
-        combined = [_times(backend, x, self._after, path) for x, path in zip(reduced, paths, strict=True)]
+        combined = [_times(backend, x, self._postscale, path) for x, path in zip(reduced, paths, strict=True)]
         if included is None:
             return combined
         take = included > backend.full((), 0, dtypes.INT32)
@@ -181,38 +181,37 @@ class AllReduce:
     def _reduced(self, backend: Backend, gradients: list[Leaf], weight: Scalar) -> list[Leaf]:
         if self._compressed is None:
             return replicas.all_reduce(self._reduction, gradients, self._over, weight, self._order)
-        # Only floats are compressed.
-        sent = [not is_absent(x) and dtypes.kind(backend.dtype(x)) == "float" for x in gradients]
+        is_float = [not is_absent(x) and dtypes.kind(backend.dtype(x)) == "float" for x in gradients]
         results: dict[bool, list[Leaf]] = {}
-        for narrow, reduction in ((True, self._compressed), (False, self._reduction)):
-            chosen = [x if sends == narrow else None for x, sends in zip(gradients, sent, strict=True)]
-            results[narrow] = replicas.all_reduce(reduction, chosen, self._over, weight, self._order)
-        return [results[sends][i] for i, sends in enumerate(sent)]
+        for floats, reduction in ((True, self._compressed), (False, self._reduction)):
+            chosen = [x if is_f == floats else None for x, is_f in zip(gradients, is_float, strict=True)]
+            results[floats] = replicas.all_reduce(reduction, chosen, self._over, weight, self._order)
+        return [results[is_f][i] for i, is_f in enumerate(is_float)]
 
     def _sparse(self, slices: tf.IndexedSlices, path: str, included: Array) -> tf.IndexedSlices:
         if self._op not in ("average", "sum"):
             raise invalid(f"dense gradients for {self._op!r}, or sparse_as_dense", "sparse", path)
         backend = load("tensorflow")
-        values = _times(backend, slices.values, self._before, path)
+        values = _times(backend, slices.values, self._prescale, path)
         gathered = sparse.gather(self._over, sparse.with_values(slices, values), included)
         if self._op == "average":
             divisor = backend.full((), self.size(), backend.dtype(values))
             gathered = sparse.with_values(gathered, backend.divide(gathered.values, divisor))
-        gathered = sparse.with_values(gathered, _times(backend, gathered.values, self._after, path))
+        gathered = sparse.with_values(gathered, _times(backend, gathered.values, self._postscale, path))
         return gathered if included is None else sparse.choose(included > 0, gathered, slices)
 
     def _included(self, backend: Backend) -> Array | None:
-        """1 on the ranks of the process set and 0 on the others; None where all take part."""
+        """1 on ranks in the process set and 0 on others; None without a process set."""
         if self._process_set is None:
             return None
         size = self._over.size()
         if max(self._process_set) >= size:
             raise invalid(f"a process set of ranks below {size}", list(self._process_set))
-        rank, chosen = self._over.rank(), backend.full((), 0, dtypes.INT32)
+        rank, included = self._over.rank(), backend.full((), 0, dtypes.INT32)
         one = backend.full((), 1, dtypes.INT32)
         for member in self._process_set:
-            chosen = backend.where(rank == backend.full((), member, backend.dtype(rank)), one, chosen)
-        return chosen
+            included = backend.where(rank == backend.full((), member, backend.dtype(rank)), one, included)
+        return included
 
 
 def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
@@ -223,7 +222,7 @@ def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
 
 
 def _name(compression: DType) -> Any:
-    """The name of a dtype, however it is spelled."""
+    """Name of a dtype that is a name, a dtype object or a type."""
     return getattr(dtypes.parse(compression), "name", compression)
 
 

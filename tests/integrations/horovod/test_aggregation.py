@@ -312,7 +312,7 @@ def test_bad_input(case: str) -> None:
 
 def test_a_short_answer_of_the_all_reduce() -> None:
     aggregation = LocalGradientAggregation(1, lambda gradients, variables: [])
-    with pytest.raises(gc.GradCombineError, match="1 gradients of allreduce"):
+    with pytest.raises(gc.GradCombineError, match="1 gradients from allreduce"):
         aggregation.compute_gradients([tf.constant(1.0)], [tf.Variable(0.0)])
 
 

@@ -90,7 +90,7 @@ def test_a_function_from_before_the_restore_refuses_to_drop_what_it_holds(kind: 
     before.received(2.0)
     assert [after.received() for _ in range(2)] == [[1, None, None], [2, None, None]]
     hand_over(before, after, kind, tmp_path)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="compute_gradients: expected a function traced when"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="compute_gradients: expected a function traced after"):
         after.received()
     after.run = tf.function(after._run)
     assert after.received() == [2, 2, None]
@@ -100,7 +100,7 @@ def test_another_trace_s_gradient_is_not_dropped() -> None:
     program = Program("function", k=3)
     for second in (None, 2.0):
         program.received(second)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="compute_gradients: expected a function traced when"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="compute_gradients: expected a function traced after"):
         program.received()
     assert program.received(1.0) == [3, 3, None]
     assert [program.received() for _ in range(3)] == [[1, None, None], [2, None, None], [3, None, None]]
@@ -135,6 +135,6 @@ def test_a_graph_of_tensorflow_1_refuses_to_drop_what_was_restored(tmp_path: Pat
         status = tf.train.Checkpoint(aggregation=other.aggregation).restore(path)
         status.assert_consumed().run_restore_ops(session)
         assert session.run(other.aggregation.seen).tolist() == [True, True, False]
-        with pytest.raises(tf.errors.InvalidArgumentError, match="compute_gradients: expected a function traced when"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="compute_gradients: expected a function traced after"):
             session.run(received[0])
         assert int(session.run(other.aggregation.counter)) == 1
