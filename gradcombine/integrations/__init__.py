@@ -1,1 +1,1 @@
-"""The algebra inside the training loops of other libraries. Nothing here is imported by `gradcombine` itself."""
+"""Integrations with the training loops of other libraries. `gradcombine` itself imports none of them."""

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Keras optimizers inside of one another, and the slots that they keep for a variable; imports no framework."""
+"""Nested Keras optimizers, and their slots of a variable; imports no framework."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AVERAGES = "_model_variables_moving_average"
 
 
 def with_inner(optimizer: Any) -> Iterator[Any]:
-    """An optimizer, those of a MultiOptimizer, and the one inside of a LossScaleOptimizer."""
+    """Yields an optimizer and all optimizers inside it: of a MultiOptimizer, or of a LossScaleOptimizer."""
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     for one in [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]:
@@ -21,29 +21,29 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
 
 
 def has_several(optimizer: Any) -> bool:
-    """Whether there is a MultiOptimizer in a chain of optimizers."""
+    """Whether an optimizer is or contains a MultiOptimizer."""
     return any(getattr(x, "optimizers", None) is not None for x in with_inner(optimizer))
 
 
 def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """A variable and its slots, each with its value after an update of other variables alone.
+    """Yields a variable and its slots, each with its value after an update that only changes other variables.
 
     Args:
-      optimizer: built.
+      optimizer: a built optimizer.
       target: one of its variables.
-      read: the value of a variable before the update.
+      read: returns the value of a variable before the update.
     """
     value = read(target)
     yield target, value
     for one in with_inner(optimizer):
         for name, slot in _slots(one, target):
-            # Keras averages all of its variables, those that it does not train at this step among them.
+            # Keras updates the moving averages of all variables, even of those without a gradient in this step.
             old = read(slot)
             yield slot, _averaged(old, value, one.ema_momentum, read(one.iterations)) if name == _AVERAGES else old
 
 
 def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
-    """The optimizer's slots of a variable, by the name of the list that holds them."""
+    """The optimizer's slots of a variable, each with the name of the attribute that lists them."""
     indices, key = getattr(optimizer, "_trainable_variables_indices", None), getattr(optimizer, "_var_key", None)
     if indices is None or key is None or key(target) not in indices:
         return
@@ -56,7 +56,7 @@ def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _averaged(average: Array, value: Tree, momentum: float, iterations: Scalar) -> Array:
-    """Keras' moving average of a variable after a step, the first of which is the variable itself."""
+    """Keras' moving average of a variable after a step; the first step sets it to the variable."""
     backend = resolve([average])
     dtype = backend.dtype(average)
     zero = backend.full((), 0, dtype)
