@@ -31,7 +31,7 @@ from gradcombine.errors import (
 from gradcombine.reductions import dtypes
 from gradcombine.types import Leaf, Tree
 
-_LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
+_LOST_PEER_WORDS = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
 
 def require_tree(*values: Tree) -> None:
@@ -54,9 +54,8 @@ def require_levels(*values: Tree) -> None:
 
     def is_leaf(x: Leaf) -> bool:
         if type(x) in (dict, defaultdict):
-            with translate_errors(
-                "dicts whose keys have an order, as JAX does", received=lambda: f"the keys {', '.join(map(shown, x))}"
-            ):
+            expected = "dicts with keys that JAX can sort"
+            with translate_errors(expected, received=lambda: f"the keys {', '.join(map(shown, x))}"):
                 sorted(x)
         return not isinstance(x, (dict, list, tuple))
 
@@ -184,7 +183,7 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
     except GradCombineError:
         raise
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if not any(word in str(error).lower() for word in _LOST):
+        if not any(word in str(error).lower() for word in _LOST_PEER_WORDS):
             raise
         expected = f"an answer from all {jax.process_count()} processes"
         raise GradCombineError(operation, expected, str(error)) from error
