@@ -54,21 +54,24 @@ NEEDED_AT_IMPORT = {
 
 pytest_plugins = ["tests.spec.closing"]
 
-COMPILED_CHEAPLY = ("tests/contract", "tests/fuzz", "tests/verify", "gradcombine/verify")
-"""Beginnings of the paths of files whose JAX programs are compiled with the options below, in half of the time.
-
-What they assert holds however a program rounds. All other files compile as users do: those of bits among them.
-"""
-
-AS_USERS_DO = ("tests/verify/origin", "tests/verify/steps/test_right.py")
-"""Excepted from these: the orders of others' sums to the bit, and right steps, which may not be accused."""
+AS_USERS_DO = (
+    "tests/backends",
+    "tests/foreign_orders",
+    "tests/spec",
+    "tests/verify/origin",
+    "tests/verify/steps/test_right.py",
+)
+"""Path prefixes of the files that the full tier compiles with XLA's defaults: tests of bits and of correct steps."""
 
 CHEAP = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Debug options of XLA."""
+"""Options of XLA for the JAX programs of all other files, in both tiers."""
+
+QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
+"""XLA's options for the quick tier: a third less time to compile, and the bits that the tests assert."""
 
 MOST_MEMORY = 2 * 2**30
 """By how many bytes a test process grows before it forgets what it has compiled."""
@@ -87,9 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     gc.disable()  # until all is imported and collected: none of it is garbage
     if "not full" in config.option.markexpr:
-        # Half of the time to compile. Products and sums are contracted all the same, which the tests of bits stand for;
-        # the full suite compiles as users do, except for `COMPILED_CHEAPLY`.
-        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {os.environ['XLA_FLAGS']}"
+        os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {os.environ['XLA_FLAGS']}"
     if "jax" in INSTALLED:
         import jax
 
@@ -137,10 +138,10 @@ def _little_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _cheaply(request: pytest.FixtureRequest) -> None:
-    """Compiles the programs of a file as `COMPILED_CHEAPLY` has it; a file of the other kind shares none of them."""
+    """Chooses XLA's options for the programs of a file; files of different options share no program."""
     global _cheap
     path = request.path.relative_to(request.config.rootpath).as_posix()
-    cheap = path.startswith(COMPILED_CHEAPLY) and not path.startswith(AS_USERS_DO)
+    cheap = not path.startswith(AS_USERS_DO)
     if "jax" in INSTALLED and cheap != _cheap:
         import jax
 

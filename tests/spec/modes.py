@@ -121,6 +121,7 @@ def _jax_modes() -> list[Mode]:
         def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
             return [list(map(np.asarray, np.asarray(x))) for x in function(stacked)]
 
+        call.function = function
         call.traced = lambda stacked: function.lower(stacked).as_text()
         return call
 
@@ -234,9 +235,12 @@ UNROLLED = tuple(name for names in NAMES.values() for name in names if name not 
 EXCHANGING = tuple(name for name in UNROLLED if name in REPLICATED)
 """Those of several replicas among them."""
 
-COMMUNICATING = ("tf_mirrored",)
-"""The modes whose programs are those of another one, as `tests/spec/test_modes.py` shows, where no replica asks for the
-collective: tf_function's. And jax.pmap, which is none of the modes, has the programs of jax_shard_map_unchecked."""
+COMMUNICATING = ("jax_shard_map_unchecked", "tf_mirrored")
+"""Modes that are left out of tests in which no replica uses the collective.
+
+`tests/spec/test_modes.py` shows that they then run the programs of jax_jit and of tf_function. jax.pmap, which is not a
+mode, always runs the programs of jax_shard_map_unchecked.
+"""
 
 CANNOT = {
     ("jax", "float64"): "JAX has no 64-bit values unless jax_enable_x64 is set, which is a setting of a whole process",

@@ -53,6 +53,45 @@ def test_pmap_is_shard_map_unchecked(name: str) -> None:
     assert ours[1:] == theirs[1:]
 
 
+def operations(jaxpr: Any) -> list[Any]:
+    """Primitives, their inputs, parameters and types of results; of inner programs, their operations."""
+    from jax.extend import core
+
+    numbers = {x: i for i, x in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    found = []
+    for eqn in jaxpr.eqns:
+        inputs = [x.val if isinstance(x, core.Literal) else numbers[x] for x in eqn.invars]
+        flat = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+        inner = [getattr(x, "jaxpr", x) for x in flat if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+        others = [str(x) for x in flat if isinstance(x, bool | int | float | str | np.dtype)]
+        numbers |= {x: len(numbers) + i for i, x in enumerate(eqn.outvars)}
+        found.append((eqn.primitive, str(inputs), others, str([x.aval for x in eqn.outvars])))
+        found += [operations(x) for x in inner]
+    return found
+
+
+@FULL
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", [*LAWS, "time"])
+def test_shard_map_unchecked_is_jit_where_nothing_communicates(name: str) -> None:
+    import jax
+
+    program, data = (LAWS | REPLICATED)[name]
+    unchecked = modes.get("jax_shard_map_unchecked")
+
+    def jit(body: Any, n: int) -> Any:
+        return jax.jit(lambda stacked: [x[None] for x in body([x[0] for x in stacked])])
+
+    started, _, arrays = modes.Mode("jit", "jax", (1,), jit, modes.get("jax_jit").env).started(program, data[:1])
+    mapped, *_ = unchecked.started(program, data[:1])
+    (ours,) = jax.make_jaxpr(started)(arrays).eqns
+    (theirs,) = jax.make_jaxpr(mapped.function)(arrays).eqns
+    (theirs,) = theirs.params["jaxpr"].eqns
+    ours, theirs = operations(ours.params["jaxpr"].jaxpr), operations(theirs.params["jaxpr"])
+    assert len(ours) > 100
+    assert ours == theirs
+
+
 def nodes(graph: Any) -> list[Any]:
     """Operations, their inputs and attributes; of functions, whose names are numbered, the operations."""
     at = {node.name: i for i, node in enumerate(graph.node)}
