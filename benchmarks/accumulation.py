@@ -1,9 +1,9 @@
-"""What `accumulate` costs beside what it stands for, in one process, interleaved: medians as ratios.
+"""Overhead of `accumulate`: median ratios of times, measured alternately in one process.
 
     python benchmarks/accumulation.py
 
-- An eager update of 30 leaves over adding 30 leaves, in JAX.
-- Order "tree" over order "sequential", donated, under jit: a microbatch of a window, and compiling it for 100 leaves.
+- An eager update of 30 leaves relative to adding 30 leaves, in JAX.
+- Order "tree" relative to "sequential", donated, under jit: time per microbatch, and compile time for 100 leaves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENTS = 4_000_000
 
 
 def medians(calls: list[Callable[[], Any]]) -> list[float]:
-    """The median seconds of each call, taken in turns."""
+    """The median seconds of each call. Calls alternate."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         jax.block_until_ready(call())
@@ -39,7 +39,7 @@ def medians(calls: list[Callable[[], Any]]) -> list[float]:
 
 
 def eager() -> float:
-    """An update of 30 small leaves over adding them."""
+    """Time of an update of 30 small leaves, relative to adding them."""
     grads = [jnp.ones((10, 10)) for _ in range(30)]
     acc = gc.accumulate(reductions.mean(), every=1000)
     state = acc.update(grads, acc.init(grads))
@@ -48,7 +48,7 @@ def eager() -> float:
 
 
 def window(every: int, order: Any) -> Callable[[], Any]:
-    """A call that accumulates a whole window of one large leaf, its state donated."""
+    """A call that accumulates one window of a large leaf, donating the state."""
     acc = gc.accumulate(reductions.mean(), every=every, order=order)
     update = jax.jit(lambda state, grads: acc.update(grads, state), donate_argnums=0)
     grads = jnp.ones(ELEMENTS)
@@ -63,7 +63,7 @@ def window(every: int, order: Any) -> Callable[[], Any]:
 
 
 def compiling(every: int, order: Any) -> float:
-    """Processor seconds of tracing and compiling an update of 100 leaves."""
+    """CPU seconds for tracing and compiling an update of 100 leaves."""
     acc = gc.accumulate(reductions.mean(), every=every, order=order)
     like = [jax.ShapeDtypeStruct((1000,), jnp.float32)] * 100
     state = jax.eval_shape(lambda: acc.init(like))
@@ -73,8 +73,7 @@ def compiling(every: int, order: Any) -> float:
 
 
 def main() -> None:
-    """Prints the ratios."""
-    table = Table("what", "ratio")
+    table = Table("measurement", "ratio")
     table.add_row("eager update of 30 leaves, over adding them", f"{eager():.1f}")
     for every in (8, 64, 4096):
         if every <= 64:

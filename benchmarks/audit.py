@@ -1,10 +1,10 @@
-"""What an audit costs beside compiling: its time over that of XLA, its memory over the size of the HLO.
+"""Cost of an audit: its time relative to compiling with XLA, its memory relative to the size of the HLO.
 
     python benchmarks/audit.py [--layers 20] [--target h100:8]
 
-The step is Adam on a transformer of 50 million parameters a layer, written layer by layer, so that its HLO grows with
-them; its batch is split over eight devices. Times are the processor's, of all threads; memory is what Python holds at
-the peak of the audit, the text of the HLO with it.
+The step is Adam on a transformer with 50 million parameters per layer, unrolled, so that the HLO grows with the number
+of layers; the batch is sharded over eight devices. Times are CPU times of all threads; memory is Python's peak during
+the audit, including the text of the HLO.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def step(params: Any, state: Any, x: Any) -> Any:
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Of the transformer.", min=1)] = 20,
-    target: Annotated[str | None, typer.Option(help="Eight devices to compile for; by default CPUs.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the transformer.", min=1)] = 20,
+    target: Annotated[str | None, typer.Option(help="Eight devices to compile for. Default: CPUs.")] = None,
 ) -> None:
-    """Prints what an audit takes beside compiling the same step."""
+    """Prints the cost of an audit relative to compiling the same step."""
     found = find_target(target)
     mesh = Mesh(np.array(found.devices), ("data",))
 
@@ -74,7 +74,7 @@ def main(
     like = [{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()} for _ in range(layers)]
     params, state = (jax.tree.map(lambda x: spec(P(), x), tree) for tree in (like, jax.eval_shape(ADAM.init, like)))
     batch = spec(P("data"), jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32))
-    audit(jax.jit(lambda x: x + 1), jnp.ones(8))  # what is done once a process
+    audit(jax.jit(lambda x: x + 1), jnp.ones(8))  # one-time work
     begun = time.process_time()
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
     built = time.process_time() - begun

@@ -1,9 +1,9 @@
-"""What keeps the bits of a training on CPU, and what changes them: the rows of a table, tried in JAX and TensorFlow.
+"""Tests what keeps and what changes the bits of training on CPU, in JAX and TensorFlow.
 
     python benchmarks/bitwise.py
 
-A small network is trained for five steps in processes of its own, with and without each thing that may change bits;
-the digests of its parameters are compared. It fails if something that has to hold does not.
+Trains a small network for five steps in separate processes, with and without each change that may affect bits, and
+compares the digests of its parameters. Fails if bits differ that must be equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUESTIONS = {
     "the rows of a batch in another order": ("order", "step", False),
     "a batch that is padded, with weight 0": ("padded", "step", False),
 }
-"""For each row of the table: what is run, what it is compared with, and whether it has to hold."""
+"""For each row of the table: the run, the run to compare with, and whether the bits must be equal."""
 
 
 def data() -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
@@ -43,7 +43,7 @@ def data() -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
 
 
 def batches(rows: np.ndarray, weights: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The batches as they are, with their rows in another order, and padded."""
+    """The original batches, with their rows in another order, and padded."""
     order, more = np.random.default_rng(1).permutation(ROWS), ((0, 0), (0, 16), (0, 0))
     return {
         "step": (rows, weights),
@@ -123,8 +123,8 @@ FRAMEWORKS = {"JAX": of_jax, "TensorFlow": of_tensorflow}
 
 
 def run(framework: str, one_thread: bool = False) -> dict[str, str]:
-    """The digests that a process of its own makes."""
-    # Thread pools are as large as the set of processors that a process may run on.
+    """The digests computed by a new process."""
+    # The size of thread pools is the number of processors that the process may run on.
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)} if one_thread else before)
     try:

@@ -1,8 +1,8 @@
-"""The time of check_step beside the compilation of one training step: ``python benchmarks/check.py [NAME ...]``.
+"""Time of check_step relative to compiling one training step: ``python benchmarks/check.py [NAME ...]``.
 
-Each step is a small transformer that predicts words, under AdamW, in one compiled function of four microbatches.
-Printed is the processor's time of ``check_step(..., microbatches=(2, 4))``, and how many compilations of the step that
-is. A step of PyTorch compiles nothing: there it is how many runs of the step.
+Each step trains a small word-level transformer with AdamW, in one compiled function over four microbatches. Prints the
+CPU time of ``check_step(..., microbatches=(2, 4))``, and its ratio to the time to compile the step; for PyTorch, which
+compiles nothing, the ratio to the time of one run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def summed(logits: Callable[[Any], Any], batch: Any) -> tuple[Any, Any]:
 
 
 def stepped(loss: Callable[[Any, Any], Any], k: int) -> Any:
-    """A jitted step of (params, optimizer's state)."""
+    """A jitted step for a state of (params, optimizer state)."""
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
@@ -122,7 +122,7 @@ def equinox() -> tuple[Any, Any]:
 
 
 def of_keras() -> tuple[Any, Any]:
-    """A step that assigns the variables of its model and of its optimizer."""
+    """A step that assigns the variables of its model and optimizer."""
     import keras
     import tensorflow as tf
 
@@ -199,7 +199,7 @@ def pytorch() -> tuple[Any, Any]:
 
 STEPS = {"flax linen": linen, "flax nnx": of_nnx, "equinox": equinox}
 IN_PLACE = {"keras": ("tensorflow", of_keras), "pytorch": ("torch", pytorch)}
-"""Steps that keep the state of their optimizer, by the package that they need; Keras' layers stay in float32."""
+"""Steps with optimizer state, by the package they need. Keras layers stay in float32."""
 STEPS |= {name: make for name, (package, make) in IN_PLACE.items() if importlib.util.find_spec(package)}
 
 

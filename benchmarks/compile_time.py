@@ -1,19 +1,19 @@
-"""What it costs to compile exact sums and means: processor time over that of precision "fast", in one process.
+"""Compile time of exact sums and means, relative to precision "fast", in one process.
 
     python benchmarks/compile_time.py [--leaves 100]
 
-Leaves are vectors and matrices of ten shapes. Times are the processor's, of all threads, and not shown: the table has
-ratios, each of a program to the fast one that was compiled right before it.
+Leaves are vectors and matrices of ten shapes. The table has ratios of CPU times of all threads, each of a program to
+the fast program that was compiled right before it.
 
-Leaves of one shape share one function until XLA inlines its calls. Calls that are kept (the attribute inlineable of the
-frontend, on the outer call alone) do not help on CPU: XLA copies a function for each call of it. An update of 40 leaves
-took 2.5 s of processor time to compile in place of 2.1, its value 1.4 in place of 1.7, a list of eight 9.9 in place of
-9.4; with the attribute on inner functions as well, five times as much.
+Leaves of one shape share one function until XLA inlines its calls. Preventing that (the frontend attribute inlineable,
+on the outer call only) does not help on CPU, since XLA copies a function for each call: compiling an update of 40
+leaves took 2.5 s of CPU time instead of 2.1, its value 1.4 instead of 1.7, a list of eight 9.9 instead of 9.4; with
+the attribute on inner functions as well, five times as long.
 
-One flat array of all leaves is what NumPy and TensorFlow have of small ones. In JAX it was tried on 200 leaves:
-joined in the open a list of eight takes as long, since XLA writes the program once for each slice; in a loop 6.0 s in
-place of 38.3, but an update 6.2 in place of 6.1 and a value 4.3 in place of 5.6. It would exchange what jit has
-sharded, of which a traced array tells nothing; so each leaf stays a program of its own there.
+In NumPy and TensorFlow, small leaves are concatenated into one flat array. In JAX, this was tried with 200 leaves:
+concatenated directly, a list of eight takes as long, since XLA emits the program once per slice; in a loop, it takes
+6.0 s instead of 38.3, but an update 6.2 instead of 6.1 and a value 4.3 instead of 5.6. It would also exchange arrays
+that jit has sharded, which a traced array does not show. So each leaf is a separate program in JAX.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEPS = ("trace", "lower", "compile", "all")
 
 
 def programs(reduction: gc.Reduction, leaves: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """The calls that are compiled, and the shapes of their arguments."""
+    """The compiled calls, and the shapes of their arguments."""
     shapes = [(64 + 8 * (i % 5), 64) if i % 2 else (64 + i % 5,) for i in range(leaves)]
     like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     acc = gc.accumulate(reduction, every=4)
@@ -50,7 +50,7 @@ def programs(reduction: gc.Reduction, leaves: int) -> dict[str, tuple[Callable[.
 
 
 def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[float]:
-    """Of each step, and of all of them."""
+    """CPU seconds of each step, and their sum."""
     begun = [time.process_time()]
     traced = jax.jit(function).trace(*arguments)
     begun.append(time.process_time())
@@ -62,11 +62,11 @@ def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[fl
 
 
 def main(leaves: Annotated[int, typer.Option(help="Leaves of a tree.", min=1)] = 100) -> None:
-    """Prints the processor time that compiling exact sums takes, over that of fast ones."""
+    """Prints the CPU time to compile exact sums, relative to fast ones."""
     table = Table("reduction", "program", *STEPS, title=f"Processor time over precision 'fast', {leaves} leaves, JAX")
     for make in (reductions.sum, reductions.mean):
         fast, exact = programs(make(), leaves), programs(make("exact"), leaves)
-        seconds(*programs(make(), 1)["update"])  # what is done once a process
+        seconds(*programs(make(), 1)["update"])  # one-time work
         for name in fast:
             ratios = [b / a for a, b in zip(seconds(*fast[name]), seconds(*exact[name]), strict=True)]
             table.add_row(make.__name__, name, *(f"{ratio:.1f}" for ratio in ratios))

@@ -1,15 +1,14 @@
-"""Counts the source and the walks through it, beside the aims: python benchmarks/counts.py [--walks] [--check]
+"""Measures the size of the source and of calls into it against aims: python benchmarks/counts.py [--walks] [--check]
 
-What is counted, so that a count cannot be met by hiding what it counts:
+Definitions, chosen so that counts cannot be improved by hiding what they count:
 
-- A function, class body or comprehension frame counts once for each call, whatever file the interpreter says that it
-  stands in: a frame belongs to the package if its globals do. So the generated methods of dataclasses and NamedTuples
-  count as well.
-- Every cache of `functools` in the package is emptied before a walk, and so are the registry of types that were
-  met. Imports and backends that a process loads once are warm.
-- A docstring begins with a pronoun, `Any` and the construction of an error are found in the syntax tree, not by text.
+- Each call of a function, class body or comprehension counts. Its frame belongs to the package if its globals do,
+  regardless of the file name, so generated methods of dataclasses and NamedTuples count as well.
+- All `functools` caches of the package and the registry of known types are cleared before a walk. Imports and
+  backends, which a process loads once, are warm.
+- Docstrings that begin with a pronoun, `Any`, and constructed errors are found in the syntax tree, not in the text.
 
-With --walks, the walks alone; with --check, the exit status is 1 while an aim is missed.
+--walks measures only the walks; with --check, the exit status is 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ PRONOUN = re.compile(r"(The same|What|Those|Whose|Which|That|Of which|None of)\b
 
 
 class Count(NamedTuple):
-    """A number and what it is to be at most.
+    """A count and its aim.
 
     Attributes:
-      name: of the row.
-      value: counted.
-      aim: the most that it may be; None: no aim is set.
+      name: the label of the row.
+      value: the count.
+      aim: the largest acceptable value, or None.
     """
 
     name: str
@@ -53,13 +52,13 @@ class Count(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What one call enters.
+    """What one call executes in the package.
 
     Attributes:
-      files: that a function of is called.
-      functions: distinct ones.
-      calls: of them.
-      depth: the most frames of the package inside one another.
+      files: the number of files whose functions are called.
+      functions: the number of distinct functions.
+      calls: the number of calls.
+      depth: the largest number of nested frames.
     """
 
     files: int
@@ -69,7 +68,7 @@ class Walk(NamedTuple):
 
 
 def walk(run: Callable[[], Any]) -> Walk:
-    """Counts the calls of the package's functions in ``run()``, with empty caches."""
+    """Counts the calls of the package's functions during ``run()``, with empty caches."""
     files: set[str] = set()
     functions: set[tuple[str, str]] = set()
     calls = depth = most = 0
@@ -97,7 +96,7 @@ def walk(run: Callable[[], Any]) -> Walk:
 
 
 def empty_caches() -> None:
-    """Empties what the package's functions remember of earlier calls."""
+    """Clears the caches of the package's functions."""
     for each in garbage.get_objects():
         # A backend is imported once in a process.
         own = isinstance(each, _lru_cache_wrapper) and (each.__module__ or "").startswith("gradcombine")
@@ -109,7 +108,7 @@ def empty_caches() -> None:
 
 
 def walks(leaves: int = 1) -> dict[str, Walk]:
-    """The walks that need no framework: a mean of three trees, and one update of a window."""
+    """The walks without a framework: a mean of three trees, and one update of a window."""
     trees = [{str(i): np.float32([1, 2]) for i in range(leaves)} if leaves > 1 else np.float32([1, 2])] * 3
     acc = gc.accumulate(reductions.mean(), every=9)
     state = acc.update(trees[0], acc.init(trees[0]))
@@ -125,7 +124,7 @@ def walks(leaves: int = 1) -> dict[str, Walk]:
 
 
 def sources(folder: str) -> list[Path]:
-    """The Python files that are under version control."""
+    """The Python files under version control."""
     listed = subprocess.run(["git", "ls-files", f"{folder}/*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
@@ -157,7 +156,7 @@ print(json.dumps(len(names)))
 
 
 def public_names() -> int:
-    """The names that documented modules promise: PUBLIC in docs/conf.py has the modules."""
+    """The number of public names in the documented modules, PUBLIC in docs/conf.py."""
     conf = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
     (value,) = re.findall(r"^PUBLIC = (\(.*?^\))", conf, re.MULTILINE | re.DOTALL)
     program = LISTED.format(modules=eval(value))
@@ -166,7 +165,7 @@ def public_names() -> int:
 
 
 def counts() -> list[Count]:
-    """The table of the whole house."""
+    """All counts of the source."""
     own, tests = sources("gradcombine"), sources("tests")
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in own}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
@@ -221,8 +220,8 @@ def walk_rows() -> list[Count]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--walks", action="store_true", help="count the walks alone")
-    parser.add_argument("--check", action="store_true", help="exit with 1 while an aim is missed")
+    parser.add_argument("--walks", action="store_true", help="measure only the walks")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if an aim is missed")
     chosen = parser.parse_args()
     rows = [*([] if chosen.walks else counts()), *walk_rows()]
     for row in rows:

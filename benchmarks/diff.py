@@ -1,12 +1,12 @@
-"""What `gradcombine diff` costs on large dumps: its time over that of reading both files, and its peak of memory.
+"""Cost of `gradcombine diff` for large dumps: its time relative to reading both files, and its peak memory.
 
     python benchmarks/diff.py [--gigabytes 4] [--directory DIR] [--json FILE]
     python benchmarks/diff.py --growth
 
-Two dumps of a model with leaves of 256 MB are written, of which one leaf differs. Each command runs in a process of its
-own; reading is what NumPy needs to read both files in pieces of the same size, right after, from the same cache.
-``--growth`` shows instead how the processor time of a diff grows with the number of small leaves: where it is linear,
-ten times the leaves take at most ten times as long.
+Writes two dumps of a model with leaves of 256 MB, of which one leaf differs. Each command runs in a new process;
+reading is the time to read both files in chunks of the same size, right afterwards, from the same cache. ``--growth``
+shows instead how the CPU time of a diff grows with the number of small leaves: if it is linear, ten times the leaves
+take at most ten times as long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.table import Table
 from safetensors.numpy import save_file
 
 LEAF = 1 << 26
-"""Elements of a leaf: 256 MB of float32."""
+"""Elements per leaf: 256 MB of float32."""
 
 DIFF = "import sys; from gradcombine.verify.main import main; sys.argv = ['gradcombine', 'diff', *sys.argv[1:]]; main()"
 READ = """
@@ -54,7 +54,7 @@ def write(path: Path, leaves: int, changed: bool, kind: str) -> None:
 
 
 def run(code: str, paths: list[Path]) -> tuple[float, float]:
-    """Seconds, and the peak of memory in MB, of a process."""
+    """Seconds and peak memory in MB of a process."""
     begun = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-c", code, *map(str, paths)], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -64,7 +64,7 @@ def run(code: str, paths: list[Path]) -> tuple[float, float]:
 
 def measure(directory: Path, kind: str, leaves: int) -> dict[str, Any]:
     paths = [directory / f"{side}.{kind}" for side in "ab"]
-    # A process begins with its parent's peak of memory, so this one stays small.
+    # A process starts with its parent's peak memory, so this one stays small.
     with ProcessPoolExecutor(1, get_context("spawn")) as writer:
         for path in paths:
             writer.submit(write, path, leaves, path.name.startswith("b"), kind).result()
@@ -83,7 +83,7 @@ def measure(directory: Path, kind: str, leaves: int) -> dict[str, Any]:
 
 
 def processor_time(directory: Path, leaves: int, renamed: bool) -> float:
-    """Seconds that a diff of vectors of one shape takes; one of them differs, or all have other names."""
+    """CPU seconds of a diff of equally shaped vectors, of which one differs, or all are renamed."""
     paths = [directory / "a.npz", directory / "b.npz"]
     values = np.random.default_rng(0).standard_normal((leaves, 8)).astype(np.float32)
     np.savez(paths[0], **{f"a{i}": x for i, x in enumerate(values)})  # pyright: ignore[reportArgumentType]
@@ -106,12 +106,12 @@ def show_growth(directory: Path) -> None:
 
 
 def main(
-    gigabytes: Annotated[float, typer.Option(help="Of each dump.")] = 4,
-    directory: Annotated[Path | None, typer.Option(help="Where the dumps are written.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    gigabytes: Annotated[float, typer.Option(help="Size of each dump.")] = 4,
+    directory: Annotated[Path | None, typer.Option(help="Directory for the dumps.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     growth: Annotated[bool, typer.Option("--growth", help="Compare many small leaves instead.")] = False,
 ) -> None:
-    """Prints what comparing two dumps costs."""
+    """Prints the cost of comparing two dumps."""
     if growth:
         with tempfile.TemporaryDirectory(dir=directory) as place:
             show_growth(Path(place))

@@ -1,9 +1,9 @@
-"""What a digest of every leaf costs, over what the norm of the same leaves does, side by side.
+"""Cost of a digest of every leaf, relative to the norm of the same leaves.
 
     python benchmarks/digests.py [--megabytes 64] [--turns 15] [--json FILE]
 
-In each turn all variants run after one another, in a changing order; the table shows the medians of each one's
-processor time and time over those of the norm of the same turn.
+In each turn, all variants run one after another in random order. The table has the medians of the ratios of CPU time
+and of time to the norm in the same turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import gradcombine as gc
 
 LEAVES = 4
 LIMIT = 1.1
-"""Times the norm: what a digest may cost."""
+"""Maximum cost of a digest, relative to the norm."""
 
 
 def jax_norm(leaves: list[Any]) -> Any:
@@ -44,7 +44,7 @@ Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def pairs(arrays: list[np.ndarray]) -> dict[str, Pair]:
-    """For each way of running: what computes and waits for the norm, and for the digests."""
+    """By mode: calls that compute and wait for the norm and for the digests."""
     found: dict[str, Pair] = {}
     given = [jnp.asarray(x) for x in arrays]
     norm, digest = jax.jit(jax_norm), jax.jit(gc.digest)
@@ -58,13 +58,13 @@ def pairs(arrays: list[np.ndarray]) -> dict[str, Pair]:
 
 
 def leaves(megabytes: int, dtype: Any = np.float32) -> list[np.ndarray]:
-    """Leaves of this size together."""
+    """Leaves of this total size."""
     rng, size = np.random.default_rng(0), megabytes * 2**20 // LEAVES // np.dtype(dtype).itemsize
     return [rng.standard_normal((size // 1024, 1024), np.float32).astype(dtype) for _ in range(LEAVES)]
 
 
 def measured(pair: Pair, turns: int) -> tuple[float, float]:
-    """The median ratios of processor time and of time."""
+    """The median ratios of CPU time and of time."""
     ratios: list[tuple[float, float]] = []
     for run in pair:
         run()
@@ -80,12 +80,12 @@ def measured(pair: Pair, turns: int) -> tuple[float, float]:
 
 
 def main(
-    megabytes: Annotated[int, typer.Option(help="Of all leaves together.", min=1)] = 64,
+    megabytes: Annotated[int, typer.Option(help="Total size of the leaves.", min=1)] = 64,
     turns: Annotated[int, typer.Option(min=1)] = 15,
     json: Annotated[Path | None, typer.Option(help="Write the ratios to this file.")] = None,
 ) -> None:
     rows: list[dict[str, Any]] = []
-    table = Table("way", "dtype", "processor time / norm's", "time / norm's")
+    table = Table("mode", "dtype", "CPU time / norm's", "time / norm's")
     for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
         for name, pair in pairs(leaves(megabytes, dtype)).items():
             processor, clock = measured(pair, turns)

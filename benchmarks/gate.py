@@ -1,13 +1,13 @@
-"""Whether the library became slower beside its peers: the stored ratios, measured again, side by side.
+"""Checks that the library did not become slower relative to its peers: measures the stored ratios again.
 
     python benchmarks/gate.py [--only PART] [--rounds 15] [--store] [--plant FACTOR]
 
-In each round the library's call and its peers' take turns in one process, in an order that alternates, and each ratio
-is formed from times taken right after one another. What is compared is the processor time of all threads, which other
-programs on the machine hardly move; the clock's ratio is stored beside it. Each ratio is a median with the interval in
-which the true one lies (order statistics, 95 %). It is worse if its interval lies above the stored one by more than a
-margin, in two measurements, of which the second has twice the rounds. ``--plant 1.5`` makes the library's calls slower
-by half: then the gate has to fail. ``--store`` writes benchmarks/ratios.json, which docs/draw_performance.py draws.
+In each round, the library's and its peers' calls alternate in one process, in alternating order, and each ratio is
+formed from consecutive times. Ratios of the CPU time of all threads are compared, since other programs on the machine
+hardly affect it; ratios of elapsed time are stored as well. Each ratio is a median with its 95 % interval (order
+statistics). It is worse if its interval lies above the stored one by more than a margin, in two measurements, of which
+the second has twice the rounds. ``--plant 1.5`` slows the library's calls down by half, and the gate must fail.
+``--store`` writes benchmarks/ratios.json, which docs/draw_performance.py draws.
 
 Exit status: 0 if no ratio is worse, 1 if one is, 2 if there is nothing to compare with.
 """
@@ -32,9 +32,9 @@ import typer
 
 STORED = Path(__file__).with_name("ratios.json")
 MARGIN = 0.1
-"""What a ratio may grow by beside its noise: the compilers' choices differ a little from day to day."""
+"""Allowed growth of a ratio beyond its noise, since compilers' choices vary slightly between runs."""
 TURN = 0.05
-"""Seconds that a turn takes at least."""
+"""Minimum seconds per turn."""
 KERAS = "gradient_accumulation_steps"
 VERSIONS = ("jax", "optax", "tensorflow", "keras", "numpy")
 
@@ -42,12 +42,12 @@ Call = Callable[[], Any]
 
 
 class Row(NamedTuple):
-    """One ratio: the library's call over a peer's.
+    """A ratio of the library's call to a peer's.
 
     Attributes:
-      name: what is done.
-      own, peer: names of calls.
-      aim: how large the ratio may be, if there is an aim.
+      name: the name of the row.
+      own, peer: names of the calls.
+      aim: the largest acceptable ratio, if any.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Calls that take turns, and the ratios of them."""
+    """Calls that alternate, and their ratios."""
 
     title: str
     make: Callable[[], Mapping[str, Call]]
@@ -65,7 +65,7 @@ class Group(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A ratio of processor times, the interval of its median, and the ratio by the clock."""
+    """A ratio of CPU times, the interval of its median, and the ratio of elapsed times."""
 
     ratio: float
     low: float
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
 
 def groups() -> Iterator[Group]:
-    """All that is measured."""
+    """All measured groups."""
     from benchmarks import digests, jax_steps, tensorflow_steps
 
     leaves, elements = 120, 2**17
@@ -126,7 +126,7 @@ def groups() -> Iterator[Group]:
 
 
 def _running(variants: Mapping[str, Any]) -> dict[str, Call]:
-    """Calls that go on with the state that the last one left."""
+    """Calls that continue from the state of the previous call."""
 
     def call(variant: Any) -> Call:
         held = [variant.state]
@@ -147,7 +147,7 @@ def _windows(calls: Mapping[str, Call], every: int) -> dict[str, Call]:
 
 
 def slower(call: Call, factor: float) -> Call:
-    """The call, and then as much processor time again as makes it slower by this factor."""
+    """The call, followed by enough CPU time to make it slower by this factor."""
 
     def run() -> None:
         more = (factor - 1) * spent([call]).processor
@@ -159,7 +159,7 @@ def slower(call: Call, factor: float) -> Call:
 
 
 def measure(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int, plant: float = 1.0) -> dict[Row, Measured]:
-    """The ratios of calls that take turns; a short call is repeated until a turn takes `TURN` seconds."""
+    """Measures ratios of alternating calls; short calls are repeated to fill `TURN` seconds."""
     own = {row.own for row in rows}
     used = {name: calls[name] for name in calls if name in own | {row.peer for row in rows}}
     used = {name: slower(call, plant) if plant != 1 and name in own else call for name, call in used.items()}
@@ -179,14 +179,14 @@ def measure(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int, plant: 
 
 
 class Spent(NamedTuple):
-    """Seconds of all threads of this process, and of the clock."""
+    """CPU seconds of all threads of this process, and elapsed seconds."""
 
     processor: float
     clock: float
 
 
 def spent(calls: Sequence[Call]) -> Spent:
-    """What these calls take, one after another."""
+    """The time of these calls, one after another."""
     processor, clock = time.process_time(), time.perf_counter()
     for call in calls:
         call()
@@ -194,7 +194,7 @@ def spent(calls: Sequence[Call]) -> Spent:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which of the values their true median lies, with a chance of 95 % or more, whatever their distribution.
+    """The values between which the true median lies with at least 95 % confidence, for any distribution.
 
     >>> interval([3, 1, 2, 9, 5, 4, 8, 7, 6])
     (2, 8)
@@ -218,9 +218,9 @@ def key(group: Group, row: Row) -> str:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Groups whose title has this part.")] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of each group.", min=5)] = 15,
-    store: Annotated[bool, typer.Option("--store", help="Write what is measured to benchmarks/ratios.json.")] = False,
+    only: Annotated[str, typer.Option(help="Measure only groups whose title contains this text.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds per group.", min=5)] = 15,
+    store: Annotated[bool, typer.Option("--store", help="Write the ratios to benchmarks/ratios.json.")] = False,
     plant: Annotated[float, typer.Option(help="Slow the library's calls down by this factor.", min=1)] = 1.0,
 ) -> None:
     """Measures the stored ratios again, and fails if one is worse."""

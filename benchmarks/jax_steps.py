@@ -1,10 +1,10 @@
-"""What accumulation costs in JAX, beside optax and hand-written steps: ratios of times, and memory.
+"""Cost of accumulation in JAX relative to optax and hand-written steps: ratios of times, and memory.
 
     python benchmarks/jax_steps.py [--quick] [--rounds 9] [--json FILE]
 
-All variants of a case take turns in one process. A ratio is the time of a variant over that of gradcombine's, the first
-row; it is formed in each round, from times taken right after one another, and the tables show medians. Gradients of the
-accumulation cases are computed beforehand and passed in, so that accumulation is all there is.
+All variants of a case alternate in one process. A ratio is the time of a variant relative to gradcombine's, the first
+row; it is formed in each round from consecutive times, and the tables show medians. In the accumulation cases,
+gradients are precomputed and passed in, so that only accumulation is measured.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from gradcombine.integrations.jax import Loss, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate
 
 K = 8
-"""The microbatches of a window."""
+"""Microbatches per window."""
 OPTIMIZER = optax.adam(1e-3)
 
 
 class Variant(NamedTuple):
-    """What is timed: ``run(state)`` gives the next state; ``temp`` and ``kept`` are bytes of memory."""
+    """A timed call: ``run(state)`` returns the next state; ``temp`` and ``kept`` are bytes of memory."""
 
     state: Any
     run: Callable[[Any], Any]
@@ -48,13 +48,13 @@ class Variant(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Variants of one computation. The first is gradcombine's; the ratios are the others' times over its own."""
+    """Variants of one computation. Times are relative to the first, gradcombine's."""
 
     title: str
     calls: int
     variants: Callable[[], dict[str, Variant]]
     targets: dict[str, float]
-    """How large the ratios should be, at full size."""
+    """The target ratios at full size."""
 
 
 class Result(NamedTuple):
@@ -62,9 +62,9 @@ class Result(NamedTuple):
     variant: str
     milliseconds: float
     ratio: float
-    """Of the variant's time to that of the case's first variant: the median over rounds."""
+    """The variant's time relative to the case's first variant: the median over rounds."""
     target: float | None
-    """How large the ratio should be, at full size."""
+    """The target ratio at full size."""
     temp_bytes: int | None
     kept_bytes: int | None
 
@@ -78,7 +78,7 @@ def own(values: Any) -> Any:
 
 
 def compiled_step(function: Callable[..., Any], state: tuple[Any, ...], given: Any, jitted: Any = None) -> Variant:
-    """A step ``function(*state, given) -> state``, donated, and called once a microbatch."""
+    """A donated step ``function(*state, given) -> state``, called once per microbatch."""
     jitted = jax.jit(function, donate_argnums=tuple(range(len(state)))) if jitted is None else jitted
     memory = jitted.lower(*state, given).compile().memory_analysis()
 
@@ -92,11 +92,11 @@ def compiled_step(function: Callable[..., Any], state: tuple[Any, ...], given: A
 
 FUSED, COMPOSABLE = "train_step(every)", "optax.accumulate of gradcombine"
 MULTI, LIMIT = "optax.MultiSteps", "limit: additions in place"
-"""The limit adds in place, and runs Adam in a call of its own."""
+"""The limit adds in place and runs Adam in a separate call."""
 
 
 def accumulating(leaves: int, elements: int, names: tuple[str, ...]) -> dict[str, Variant]:
-    """One microbatch a call, Adam at the end of a window."""
+    """One microbatch per call, and Adam at the end of a window."""
     params, grads = tree_of(leaves, elements), tree_of(leaves, elements)
 
     def given(params: Any, grads: Any) -> Any:
@@ -231,7 +231,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def measure(case: Case, rounds: int) -> list[Result]:
-    """The variants in turn, round by round; none of them is always first, or always after the slowest."""
+    """Times the variants alternately. The order alternates, too, so that none is always first or after the slowest."""
     variants = case.variants()
     names = list(variants)
     states = {name: variant.run(variant.run(variant.state)) for name, variant in variants.items()}
@@ -263,11 +263,11 @@ def shown(case: Case, results: list[Result]) -> Table:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Small sizes, few rounds: shows that everything runs.")] = False,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each case; 9, or 3 if quick.", min=1)] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results as well.")] = None,
+    quick: Annotated[bool, typer.Option(help="Small sizes and few rounds, as a smoke test.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds per case. Default: 9, or 3 if quick.", min=1)] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
-    """Prints what accumulation costs in JAX, beside optax and hand-written steps."""
+    """Prints the cost of accumulation in JAX relative to optax and hand-written steps."""
     console, results = Console(), []
     for case in cases(quick):
         measured = measure(case, rounds or (3 if quick else 9))

@@ -1,9 +1,9 @@
-"""What a training step costs before it runs, and when there is little to compute: ratios over optax.MultiSteps.
+"""Cost of tracing and compiling a training step, and of calls with little to compute, relative to optax.MultiSteps.
 
     python benchmarks/jax_tracing.py [--leaves 300] [--rounds 3]
 
-Trace, lower and compile are processor time of all threads; a call is the time of one microbatch for tiny leaves, which
-is that of dispatch. Each ratio is of a step to the optax step that was made right before it; the table has medians.
+Trace, lower and compile are CPU times of all threads; a call is the time of one microbatch with tiny leaves, which is
+mostly dispatch. Each ratio is to the optax step made right before; the table has medians.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FORMS: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[Any], Any]]]] 
 
 
 def costs(form: tuple[Callable[..., Any], Callable[[Any], Any]], leaves: int) -> list[float]:
-    """Seconds, in the order of the columns."""
+    """Seconds in the order of the columns."""
     step, init = form
     params = [jnp.ones((3, 5) if i % 2 else (4,)) for i in range(leaves)]
     state, grads = jax.block_until_ready((init(params), [0.5 * x for x in params]))
@@ -80,11 +80,11 @@ def costs(form: tuple[Callable[..., Any], Callable[[Any], Any]], leaves: int) ->
 
 def main(
     leaves: Annotated[int, typer.Option(help="Leaves of the parameters.", min=1)] = 300,
-    rounds: Annotated[int, typer.Option(help="Measurements of each step.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Measurements per step.", min=1)] = 3,
 ) -> None:
-    """Prints what steps cost over optax.MultiSteps, then apply_updates."""
+    """Prints the cost of steps relative to optax.MultiSteps followed by apply_updates."""
     table = Table("step", *COLUMNS, title=f"Over optax.MultiSteps, {leaves} tiny leaves, window of {K}, CPU")
-    costs(transformed(optax.MultiSteps(ADAM, K)), 1)  # what is done once a process
+    costs(transformed(optax.MultiSteps(ADAM, K)), 1)  # one-time work
     for name, form in FORMS.items():
         pairs = [(costs(transformed(optax.MultiSteps(ADAM, K)), leaves), costs(form(), leaves)) for _ in range(rounds)]
         ratios = [[b / a for a, b in zip(*pair, strict=True)] for pair in pairs]

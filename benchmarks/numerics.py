@@ -1,12 +1,11 @@
-"""What the precisions of a sum cost and give: ratios to plain additions, bytes, and accuracy.
+"""Cost and accuracy of the precisions of a sum: ratios to plain additions, bytes, and errors.
 
     python benchmarks/numerics.py [--elements 4000000] [--rounds 9]
 
-A ratio is the time of an update, or of the sum of a list of 8, over that of the plain additions of the same framework
-and mode. All variants of a mode take turns in one process: a ratio is formed in each round, from times taken right
-after one another, and the tables show the median of the rounds and their range. Times themselves are not shown: they
-are the machine's. NumPy and graphs without XLA, where an exact update is slow, run a quarter of the elements in fewer
-rounds.
+A ratio is the time of an update, or of the sum of a list of 8, relative to plain additions in the same framework and
+mode. All variants of a mode alternate in one process: a ratio is formed in each round from consecutive times, and the
+tables show the median and the range over the rounds. Times are not shown, since they depend on the machine. NumPy and
+graphs without XLA, where an exact update is slow, run a quarter of the elements in fewer rounds.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ REPLICAS = 8
 LENGTHS = (64, 512, 4096)
 WIDTH = 2000
 UPDATES = 4
-"""Of one variant in one turn."""
+"""Updates per variant and turn."""
 NEVER = 2**30
-"""A window that no run fills."""
+"""Length of a window that never fills."""
 
 SUMS: dict[str, gc.Reduction] = {
     "fast": reductions.sum(),
@@ -55,14 +54,14 @@ Total = Callable[[list[Any]], Any]
 
 
 class Mode(NamedTuple):
-    """One framework in one way of running it."""
+    """A framework in one execution mode."""
 
     name: str
     array: Callable[[np.ndarray], Any]
     streaming: Callable[[Update], Update]
     """Compiles ``update(state, gradient)``; the state may be donated."""
     listed: Callable[[Total], Callable[[Any, list[Any]], Any]]
-    """Compiles ``total(values)``, to be called with the previous result, whose memory may be used again."""
+    """Compiles ``total(values)``; called with the previous result, whose memory may be reused."""
     wait: Callable[[Any], Any]
     slow: bool
 
@@ -77,7 +76,7 @@ def _graph_of_list(total: Total, xla: bool) -> Callable[[Any, list[Any]], Any]:
 
 
 def _jit_of_list(total: Total) -> Callable[[Any, list[Any]], Any]:
-    # The first touch of new memory costs several times what the additions do, and not every call is given new memory.
+    # Touching new memory for the first time takes longer than the additions, and not every call gets new memory.
     return jax.jit(lambda _, values: total(values), donate_argnums=0, keep_unused=True)
 
 
@@ -102,14 +101,14 @@ MODES = (
 
 
 class Variant(NamedTuple):
-    """What is timed: ``start()`` makes what ``run`` takes and gives back."""
+    """A timed call: ``start()`` returns the first state, ``run`` maps a state to the next."""
 
     start: Callable[[], Any]
     run: Callable[[Any], Any]
 
 
 def streaming(mode: Mode, gradients: Sequence[np.ndarray], windows: bool) -> dict[str, Variant]:
-    """One more contribution to a running sum, or to one that `gradcombine.accumulate` divides into windows."""
+    """Adds a contribution to a running sum, or to a window of `gradcombine.accumulate`."""
     given = [mode.array(g) for g in gradients[:2]]
 
     def variant(update: Update, init: Callable[[], Any]) -> Variant:
@@ -134,12 +133,12 @@ def streaming(mode: Mode, gradients: Sequence[np.ndarray], windows: bool) -> dic
 
 
 def _own(mode: Mode, state: Any) -> Any:
-    """A state whose arrays are no others' too: what is donated twice cannot be donated."""
+    """The state with copied arrays, since an array shared by two leaves cannot be donated."""
     return jax.tree.map(jnp.copy, state) if mode.name.startswith("JAX") else state
 
 
 def listed(mode: Mode, gradients: Sequence[np.ndarray]) -> dict[str, Variant]:
-    """The sum of a list, all at once."""
+    """The sum of a list in one call."""
     given = [mode.array(g) for g in gradients]
 
     def variant(total: Total) -> Variant:
@@ -167,7 +166,7 @@ PLACES = {
 
 
 class Timed(NamedTuple):
-    """The rounds' ratios to plain additions, by variant."""
+    """Ratios to plain additions by variant, one per round."""
 
     place: str
     mode: str
@@ -176,7 +175,7 @@ class Timed(NamedTuple):
 
 
 def measure(elements: int, rounds: int) -> Iterator[Timed]:
-    """Every place and mode in turn, and in each the variants in turn, round by round."""
+    """Measures all places and modes; within each, the variants alternate."""
     rng = np.random.default_rng(0)
     gradients = [rng.standard_normal(elements, np.float32) for _ in range(LISTED)]
     for place, variants_of in PLACES.items():
@@ -187,7 +186,7 @@ def measure(elements: int, rounds: int) -> Iterator[Timed]:
             ratios: dict[str, list[float]] = {name: [] for name in variants if name != "plain"}
             for turn in range(turns):
                 times = {}
-                # None of them is always first, or always after the slowest.
+                # Alternate the order, so that no variant is always first or always after the slowest.
                 for name, variant in sorted(variants.items(), reverse=turn % 2 == 1):
                     begun = time.perf_counter()
                     states[name] = variant.run(states[name])
@@ -198,7 +197,7 @@ def measure(elements: int, rounds: int) -> Iterator[Timed]:
 
 
 class Recorder:
-    """`gradcombine.LOCAL`, which keeps account of the bytes that it is handed per element of a leaf."""
+    """`gradcombine.LOCAL`, recording the bytes per element of a leaf in each exchange."""
 
     def __init__(self, elements: int) -> None:
         self.elements, self.exchanges = elements, []
@@ -233,12 +232,12 @@ class Recorder:
 
 
 def _bytes(arrays: Any, elements: int) -> float:
-    """Bytes per element of a leaf; the scalars of a state are left out."""
+    """Bytes per element of a leaf, without the scalars of a state."""
     return sum(x.nbytes for x in jax.tree.leaves(arrays) if x.size >= elements) / elements
 
 
 def sizes() -> Iterator[tuple[str, ...]]:
-    """Bytes of state and of wire per element, counted in the arrays themselves."""
+    """Bytes of state and exchange per element, counted from the arrays."""
     like = np.zeros(1000, np.float32)
     for name, reduction in SUMS.items():
         for order in ("sequential", "tree") if name == "fast" else ("sequential",):
@@ -256,7 +255,7 @@ def sizes() -> Iterator[tuple[str, ...]]:
 
 
 def _received(kind: str, size: float) -> float:
-    """What one of the replicas receives, in rings."""
+    """Bytes received by one replica in a ring."""
     whole = (REPLICAS - 1) * size
     return {"all_gather": whole, "all_sum": 2 * whole / REPLICAS, "all_max": 2 * whole / REPLICAS}.get(
         kind, whole / REPLICAS
@@ -290,9 +289,9 @@ def _short(ratio: float) -> str:
 
 def main(
     elements: Annotated[int, typer.Option(help="Elements of a gradient.", min=4)] = 4_000_000,
-    rounds: Annotated[int, typer.Option(help="Rounds; fewer where an update is slow.", min=1)] = 9,
+    rounds: Annotated[int, typer.Option(help="Rounds; fewer for slow updates.", min=1)] = 9,
 ) -> None:
-    """Prints what the precisions of a sum cost and give: ratios to plain additions, bytes, and accuracy."""
+    """Prints cost and accuracy of the precisions of a sum: ratios to plain additions, bytes, and errors."""
     console = Console()
     devices = (
         f"JAX on {jax.default_backend()}, TensorFlow on {'gpu' if tf.config.list_physical_devices('GPU') else 'cpu'}"

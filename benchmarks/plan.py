@@ -1,4 +1,4 @@
-"""A transformer of 1.0e9 parameters to plan, the example of docs/plan.md: nothing is run, or timed.
+"""A planning problem, a transformer with 1.0e9 parameters: the example of docs/plan.md. Nothing is executed or timed.
 
     gradcombine plan benchmarks.plan:transformer --target h100:8
 
@@ -39,7 +39,7 @@ def normed(x: Any, scale: Any) -> Any:
 
 
 def loss(params: Any, tokens: Any) -> Any:
-    """Of the next token; products in bfloat16, and a layer's activations are computed again."""
+    """Cross entropy of the next token, with products in bfloat16 and rematerialized layers."""
     x = params["embed"][tokens[:, :-1]].astype(jnp.bfloat16)
     rows, length, _ = x.shape
     mask = jnp.tril(jnp.ones((length, length), bool))
@@ -59,7 +59,7 @@ def loss(params: Any, tokens: Any) -> Any:
 
 
 def transformer(devices: Any) -> dict[str, Any]:
-    """A sequence of 2,048 tokens in each microbatch of each device."""
+    """The problem, with one sequence of 2,048 tokens per microbatch and device."""
     tokens = jax.ShapeDtypeStruct((MICROBATCHES * len(devices), TOKENS + 1), jnp.int32)
     return {
         "loss": loss,

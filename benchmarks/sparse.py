@@ -1,14 +1,14 @@
-"""What row-sparse accumulation saves over dense accumulation of an embedding's gradients: times and memory.
+"""Time and memory of row-sparse accumulation of an embedding's gradients, relative to dense accumulation.
 
     python benchmarks/sparse.py [--quick] [--rounds 7] [--json FILE]
 
-One window: K microbatches, each with a gradient for 1% of the rows, then their mean subtracted from the table. The
-gradients of the looked-up rows are computed beforehand; making them dense, where a variant needs that, is timed with
-the rest, as it is in a training loop. Where XLA sees the scatter and the addition in one program, it scatters right
-into the accumulator, and never makes the dense gradient; the last variant of JAX shows what it costs where it is made.
+One window consists of K microbatches, each with a gradient for 1 % of the rows; then their mean is subtracted from the
+table. The gradients of the looked-up rows are precomputed; densifying them, if a variant needs it, is timed as in a
+training loop. If XLA sees the scatter and the addition in one program, it scatters directly into the accumulator, and
+the dense gradient never exists; the last JAX variant shows the cost if it does.
 
-The variants of a framework take turns in one process. A ratio is the time of a variant over that of the rows, the first
-variant; it is formed in each round, and the tables show medians.
+The variants of a framework alternate in one process. A ratio is the time of a variant relative to the first one, rows;
+it is formed in each round, and the tables show medians.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from gradcombine.integrations.tensorflow.indexed_slices import to_indexed_slices
 from gradcombine.reductions.rows import row_mean
 
 K = 8
-"""The microbatches of a window."""
+"""Microbatches per window."""
 WIDTH = 64
 MEGABYTE = 2**20
 
 
 class Variant(NamedTuple):
-    """``run()`` runs one window. Bytes of what lives from one microbatch to the next, and of temporary memory."""
+    """``run()`` runs one window. Bytes of state between microbatches, and of temporary memory."""
 
     run: Callable[[], None]
     state_bytes: int
@@ -55,7 +55,7 @@ class Result(NamedTuple):
     variant: str
     milliseconds: float
     ratio: float
-    """Of the variant's time to that of the framework's first variant: the median over rounds."""
+    """The variant's time relative to the framework's first variant: the median over rounds."""
     state_bytes: int
     temp_bytes: int | None
 
@@ -209,10 +209,10 @@ def measure(framework: str, variants: dict[str, Variant], rounds: int) -> list[R
 
 def main(
     quick: Annotated[bool, typer.Option(help="A table of 20,000 rows, and three rounds.")] = False,
-    rounds: Annotated[int, typer.Option(help="How often each variant is timed.")] = 7,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds per variant.")] = 7,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
-    """Times the variants, and prints a table for each framework."""
+    """Times the variants and prints a table per framework."""
     rows, turns = (20_000, 3) if quick else (1_000_000, rounds)
     results: list[Result] = []
     for framework, variants in (("JAX, jit", in_jax), ("TensorFlow, tf.function", in_tensorflow)):

@@ -1,8 +1,8 @@
-"""What XLA makes of whole windows for GPUs and TPUs that are not here: the table of docs/performance.md.
+"""XLA's output for full windows on GPUs and TPUs that are not attached: the table of docs/performance.md.
 
     python benchmarks/targets.py [MACHINE]
 
-MACHINE is a part of a machine's name, for its rows alone. Needs the extra `targets`. Nothing is run, or timed.
+MACHINE is a part of a machine's name, to print only its rows. Needs the extra `targets`. Nothing is executed or timed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLACES = {
 
 
 def rows(chosen: str) -> Iterator[tuple[str, str, Row]]:
-    """Machine, program and what its compiled form does, for machines of whose name this is a part."""
+    """Machine, program and its compiled costs, for machines whose names contain ``chosen``."""
     scans = product((jnp.float32, jnp.bfloat16), (False, True), {"by hand": by_hand, "value_and_grad": ours}.items())
     for dtype, weighted, (name, of) in scans if chosen in (alone := "1 H100") else ():
         title = f"{name}, {jnp.dtype(dtype).name}{', weighted' if weighted else ''}"
@@ -59,7 +59,7 @@ def listed(counts: dict[str, int]) -> str:
 
 
 def main(chosen: str) -> None:
-    """Prints the table, row by row as they are compiled."""
+    """Prints each row of the table as soon as it is compiled."""
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for machine, title, row in rows(chosen):
         cells = machine, title, listed(row.inside), listed(row.outside), row.rows, row.turn, row.rest, row.temporary

@@ -1,11 +1,11 @@
-"""What a training step that accumulates costs in TensorFlow, and what adding a list of trees costs and holds.
+"""Cost of accumulating training steps in TensorFlow, and time and memory of adding a list of trees.
 
     python benchmarks/tensorflow_steps.py [--quick] [--json FILE]
 
-A step is compared with its limit: one assign_add of a gradient, and one step of Adam in every window. The variants of
-a mode take turns, call by call, in one process. Two clocks are shown as ratios to the limit: the wall's, and the
-process's own (the processor time of all its threads), which other programs on the machine hardly move. A variant's time
-is the sum over the calls of a window of each call's median. Peaks of memory are measured in processes of their own.
+A step is compared with its lower bound: one assign_add per gradient, and one step of Adam per window. The variants of a
+mode alternate, call by call, in one process. Ratios to the bound are shown for elapsed time and for CPU time of all
+threads, which other programs on the machine hardly affect. A variant's time is the sum of the medians of the calls in a
+window. Peak memory is measured in separate processes.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Times(NamedTuple):
 
 
 def window_times(variants: Mapping[str, Call], calls: int, rounds: int) -> dict[str, Times]:
-    """The variants in turn, call by call, round by round; the first round compiles and is not counted."""
+    """Times the variants alternately, call by call. The first round compiles and is not counted."""
     clocks = (time.perf_counter, time.process_time)
     seen: dict[str, list[list[tuple[float, ...]]]] = {name: [[] for _ in range(calls)] for name in variants}
     for turn in range(rounds + 1):
         for i in range(calls):
-            # None of them is always first, or always after the slowest.
+            # Alternate the order, so that no variant is always first or always after the slowest.
             for name, call in sorted(variants.items(), reverse=turn % 2 == 1):
                 begun = [clock() for clock in clocks]
                 call()
@@ -68,7 +68,7 @@ def window_times(variants: Mapping[str, Call], calls: int, rounds: int) -> dict[
 
 
 def steps(elements: int, leaves: int, xla: bool) -> dict[str, Call]:
-    """Each variant is one call of a compiled function, over the same gradients."""
+    """The variants: calls of compiled functions with the same gradients."""
     rng = np.random.default_rng(0)
     # XLA on CPU takes twice as long for odd lengths.
     size = elements // leaves // 1024 * 1024
@@ -108,14 +108,14 @@ def steps(elements: int, leaves: int, xla: bool) -> dict[str, Call]:
 
 
 def step_ratios(elements: int, leaves: int, xla: bool, rounds: int) -> dict[str, Times]:
-    """Each variant over the limit, by both clocks."""
+    """Ratios of each variant to the bound, in elapsed and CPU time."""
     times = window_times(steps(elements, leaves, xla), EVERY, rounds)
     limit = [a + b / EVERY for a, b in zip(times.pop("assign_add"), times.pop("adam"), strict=True)]
     return {name: Times(*(t / at for t, at in zip(own, limit, strict=True))) for name, own in times.items()}
 
 
 def sums(framework: str, elements: int) -> tuple[str, dict[str, Call]]:
-    """Variants of the sum of a list of trees, and the name of what they are compared with."""
+    """Variants of the sum of a list of trees, and the name of the baseline."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(elements, np.float32) for _ in range(LISTED)]
     if framework == "tensorflow":
@@ -151,7 +151,7 @@ def sums(framework: str, elements: int) -> tuple[str, dict[str, Call]]:
 
 
 def sum_ratios(framework: str, elements: int, rounds: int) -> dict[str, Times]:
-    """The library's sums over what they are compared with, by both clocks."""
+    """Ratios of the library's sums to the baseline, in elapsed and CPU time."""
     _, variants = sums(framework, elements)
     times = window_times(variants, 1, rounds)
     own = {name: times.pop(name) for name in ("gc.add_n", "gc.tree_sum")}
@@ -160,7 +160,7 @@ def sum_ratios(framework: str, elements: int, rounds: int) -> dict[str, Times]:
 
 
 def peak(framework: str, elements: int) -> float:
-    """The memory that ``add_n(values, "accumulate_n")`` needs at its peak beside its list, in trees of that list."""
+    """Peak memory of ``add_n(values, "accumulate_n")`` beyond its list, in units of one tree of the list."""
 
     def total(trees: list[Any]) -> Any:
         return gc.add_n(trees, "accumulate_n")
@@ -171,7 +171,7 @@ def peak(framework: str, elements: int) -> float:
         return (found.temp_size_in_bytes + found.output_size_in_bytes) / (4 * elements)
     values = [tf.fill([elements], tf.constant(i, tf.float32)) for i in range(LISTED)]
     compiled = tf.function(total, autograph=False)
-    # The first result stays, so that its buffer is not there for the second one.
+    # Keep the first result, so that its buffer cannot be reused for the second one.
     first = compiled(values).numpy()
     seen, done = [_resident()], threading.Event()
 
@@ -190,7 +190,7 @@ def peak(framework: str, elements: int) -> float:
 
 
 def _resident() -> int:
-    """Bytes of memory of this process."""
+    """Bytes of memory used by this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -201,7 +201,7 @@ def _peak_apart(framework: str, elements: int) -> float:
 
 
 def measure(elements: int, listed: int, rounds: int, many: int) -> Iterator[tuple[str, str, Times | float]]:
-    """(what, variant, ratio): everything in turn."""
+    """Yields (measurement, variant, ratio)."""
     for leaves in (1, many):
         for xla in (False, True):
             mode = "XLA" if xla else "tf.function"
@@ -215,14 +215,14 @@ def measure(elements: int, listed: int, rounds: int, many: int) -> Iterator[tupl
 
 
 def main(
-    elements: Annotated[int, typer.Option(help="Parameters of a step.")] = 16_000_000,
-    listed: Annotated[int, typer.Option(help="Elements of each tree of a list.")] = 25_000_000,
+    elements: Annotated[int, typer.Option(help="Number of parameters of a step.")] = 16_000_000,
+    listed: Annotated[int, typer.Option(help="Elements of each tree in a list.")] = 25_000_000,
     rounds: Annotated[int, typer.Option(min=1)] = 7,
-    quick: Annotated[bool, typer.Option(help="Small sizes and few rounds: whether it runs.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the ratios.")] = None,
+    quick: Annotated[bool, typer.Option(help="Small sizes and few rounds, as a smoke test.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the ratios to this file.")] = None,
     peak_of: Annotated[str, typer.Option("--peak", hidden=True)] = "",
 ) -> None:
-    """Prints ratios of times, and trees of memory."""
+    """Prints ratios of times, and memory in units of one tree."""
     if peak_of:
         print(peak(peak_of, elements))
         return

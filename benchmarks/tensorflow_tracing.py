@@ -1,11 +1,11 @@
-"""What it costs to trace a training step of many variables, and a sum of many tensors, in TensorFlow.
+"""Cost of tracing a training step with many variables, and a sum of many tensors, in TensorFlow.
 
     python benchmarks/tensorflow_tracing.py [--variables 300]
 
-Variables hold six elements, so that nothing but the number of operations counts. Steps are compared with Keras' own
-accumulation, sums with tf.add_n: Adam, a window of 8, one process. Tracing is processor time of all threads, which
-other programs on the machine hardly move; the first call, which optimizes the graph, and one call of a step, the median
-over two windows, are wall time. The table has ratios to the peer.
+Variables have six elements, so that only the number of operations matters. Steps are compared with Keras' accumulation,
+sums with tf.add_n: Adam, a window of 8, one process. Tracing is CPU time of all threads, which other programs on the
+machine hardly affect; the first call, which optimizes the graph, and one call of a step, the median over two windows,
+are elapsed time. The table has ratios to the peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Function = Callable[[list[Any]], Any]
 
 
 class Cost(NamedTuple):
-    """Of one function: its size, and seconds."""
+    """The number of operations of a function, and seconds."""
 
     operations: float
     trace: float
@@ -74,7 +74,7 @@ SUMS: dict[str, Callable[[list[Any]], Function]] = {
 
 
 def cost(build: Callable[[list[Any]], Function], count: int) -> Cost:
-    """Of a function of so many tensors."""
+    """Measures a function of this many tensors."""
     compiled = tf.function(build([keras.Variable(tf.zeros(SHAPE)) for _ in range(count)]), autograph=False)
     gc.collect()
     begun = time.process_time()
@@ -90,11 +90,11 @@ def cost(build: Callable[[list[Any]], Function], count: int) -> Cost:
 
 
 def main(variables: Annotated[int, typer.Option(min=1)] = 300) -> None:
-    """Prints what tracing, the first call and a call cost, over the peer."""
+    """Prints the cost of tracing, the first call and a call, relative to the peer."""
     table = Table("", *Cost._fields, title=f"Over the peer, {variables} variables or terms of {SHAPE}")
     for group in (STEPS, SUMS):
         for build in group.values():
-            cost(build, 2)  # what is done once a process
+            cost(build, 2)  # one-time work
         (_, peer), *others = [(name, cost(build, variables)) for name, build in group.items()]
         for name, own in others:
             table.add_row(name, *(f"{a / b:.2f}" for a, b in zip(own, peer, strict=True)))

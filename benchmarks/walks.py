@@ -1,7 +1,7 @@
-"""The files of gradcombine that five behaviours run through: python benchmarks/walks.py [--files]
+"""Counts the files of gradcombine that five typical calls visit: python benchmarks/walks.py [--files]
 
-A file counts when a function of it is called, in any thread; class bodies and imports do not. Whatever a framework
-compiles is traced in the call that is counted.
+A file counts if one of its functions is called, in any thread; class bodies and imports do not count. Functions that a
+framework compiles are traced in the counted call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACKAGE = Path(gc.__file__).parent
 
 
 def files_of(run: Callable[[], Any]) -> list[str]:
-    """The files of the package whose functions are called."""
+    """The files of the package whose functions are called by ``run``."""
     entered: set[str] = set()
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -103,12 +103,12 @@ WALKS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--files", action="store_true", help="name the files")
+    parser.add_argument("--files", action="store_true", help="list the files")
     named = parser.parse_args().files
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     for name, walk in WALKS.items():
-        walk(3)()  # whatever is loaded or made once
+        walk(3)()  # one-time work
         files = files_of(walk(4))
         print(f"{len(files):3} {name}")
         if named:

@@ -1,14 +1,14 @@
-"""Narrow exchanges: their error over the number of replicas, and what they do to the loss of a small language model.
+"""Narrow exchanges: their error by number of replicas, and their effect on the loss of a small language model.
 
     python benchmarks/wires.py [--error] [--loss] [--store]
 
-Both run on virtual CPU devices, a replica on each. Error: of the sum of N normal gradients, its root mean square over
-that of the float64 sum, beside "bfloat16 at each hop", an all-reduce that rounds N - 1 times as a ring on GPUs does,
-and "cast, psum", what XLA makes of a psum of bfloat16 on this machine. Loss: a causal model of one attention layer on
-text of a Markov chain, Adam, 8 replicas, three seeds; its mean over the tokens of held-out text after the last step,
-and over that without a wire. Local steps of Adam with an outer optimizer (SGD with Nesterov's momentum) see the same
-tokens; drjax, where it is installed, runs the same rule in its own words. `--store` writes benchmarks/wires.json, of
-which `python docs/draw_wires.py` makes the picture and the tables of docs/performance.md.
+Both run on virtual CPU devices, one replica each. Error: the root mean square error of the sum of N normal gradients,
+relative to that of the float64 sum, next to "bfloat16 at each hop", an all-reduce that rounds N - 1 times like a ring
+on GPUs, and "cast, psum", XLA's psum of bfloat16 on this machine. Loss: a causal model with one attention layer on text
+of a Markov chain, Adam, 8 replicas, three seeds; the mean over the tokens of held-out text after the last step, and its
+ratio to the loss without a wire. Local steps of Adam with an outer optimizer (SGD with Nesterov momentum) use the same
+tokens; drjax, if installed, runs the same algorithm in MapReduce form. `--store` writes benchmarks/wires.json, from
+which `python docs/draw_wires.py` draws the picture and writes the tables of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SYMBOLS, LENGTH, WIDTH, ROWS, HELD_OUT = 32, 16, 32, 8, 1024
 
 
 def on_replicas(function: Callable[..., Any], n: int) -> Callable[..., Any]:
-    """The function on n devices, for arguments and results with a first axis of replicas."""
+    """Maps a function over n devices. Arguments and results have a first axis of replicas."""
 
     def one(*arguments: Any) -> Any:
         return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], arguments)))
@@ -62,7 +62,7 @@ def on_replicas(function: Callable[..., Any], n: int) -> Callable[..., Any]:
 
 
 def hops(gradients: np.ndarray) -> np.ndarray:
-    """The sum as a ring of bfloat16 makes it."""
+    """The sum as computed by a ring in bfloat16."""
     total = gradients[0].astype(ml_dtypes.bfloat16)
     for x in gradients[1:]:
         total = total + x.astype(ml_dtypes.bfloat16)
@@ -70,7 +70,7 @@ def hops(gradients: np.ndarray) -> np.ndarray:
 
 
 def errors() -> dict[str, dict[int, float]]:
-    """Of each way, the relative error by number of replicas."""
+    """The relative error of each exchange by number of replicas."""
     rng, found = np.random.default_rng(0), dict[str, dict[int, float]]()
     for n in (2, 4, 8, 16, 32, 64):
         gradients = rng.standard_normal((n, 256, ELEMENTS // 256)).astype(np.float32)
@@ -89,7 +89,7 @@ def errors() -> dict[str, dict[int, float]]:
 
 
 def text(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Rows of a Markov chain over the symbols, each pair of which has four successors."""
+    """Rows of a Markov chain over symbols, in which each pair has four possible successors."""
     after = np.random.default_rng(7).integers(0, SYMBOLS, (SYMBOLS, SYMBOLS, 4))
     out = rng.integers(0, SYMBOLS, (rows, LENGTH + 1))
     choices = rng.integers(0, 4, (rows, LENGTH + 1))
@@ -118,7 +118,7 @@ def init(seed: int) -> dict[str, Any]:
 
 
 def loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-    """Of each token, in nats."""
+    """The mean loss per token, in nats."""
     x = params["embed"][tokens[:, :-1]] + params["place"][None, :, :]
     q, k, v = jnp.split(x @ params["qkv"], 3, axis=-1)
     scores = jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(WIDTH)
@@ -140,11 +140,11 @@ def adam_step(params: Any, state: Any, tokens: jax.Array, exchange: Callable[[An
 
 
 Train = Callable[[Any, jax.Array], Any]
-"""From parameters and tokens of shape (steps, rows, length) to parameters, on one replica."""
+"""Maps parameters and tokens of shape (steps, rows, length) to trained parameters, on one replica."""
 
 
 def exchanging(exchange: Callable[[Any], Any]) -> Train:
-    """Gradients are combined in each step."""
+    """Trains with gradients that are exchanged in each step."""
 
     def train(params: Any, tokens: jax.Array) -> Any:
         return jax.lax.scan(lambda carry, x: (adam_step(*carry, x, exchange), ()), (params, ADAM.init(params)), tokens)[
@@ -175,7 +175,7 @@ def fed_back(wire: wires.Wire) -> Train:
 
 
 def each_hop(grads: Any) -> Any:
-    """The mean that a ring of bfloat16 makes, in ranks' order."""
+    """The mean as computed by a ring in bfloat16, in the order of ranks."""
 
     def ring(g: jax.Array) -> jax.Array:
         rows = jax.lax.all_gather(g.astype(jnp.bfloat16), "data")
@@ -193,7 +193,7 @@ def cast_psum(grads: Any) -> Any:
 
 
 def islands(wire: wires.Wire | None = None, fragments: int = 1) -> Train:
-    """Local steps, and an outer optimizer."""
+    """Trains with local steps and an outer optimizer."""
     apart = outer(NESTEROV, EVERY, OVER, reduction=reductions.mean(wire=wire), fragments=fragments)
 
     def train(params: Any, tokens: jax.Array) -> Any:
@@ -209,10 +209,10 @@ def islands(wire: wires.Wire | None = None, fragments: int = 1) -> Train:
 
 
 def by_drjax(params: Any, tokens: jax.Array) -> Any:
-    """The rule of `islands` in MapReduce form: tokens of all islands, (islands, steps, ...), on one device."""
+    """The algorithm of `islands` in MapReduce form, for tokens of all islands, (islands, steps, ...), on one device."""
     import drjax
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # of meshes that are not there
+    logging.getLogger("absl").setLevel(logging.ERROR)  # warnings about missing meshes
 
     @drjax.program(placements={"islands": REPLICAS})
     def window(params: Any, inner: Any, momentum: Any, tokens: Any) -> Any:
@@ -247,7 +247,7 @@ DRJAX = f"drjax, every={EVERY}"
 
 
 def losses() -> dict[str, list[float]]:
-    """Of each form, the loss of held-out text after training, by seed."""
+    """The loss on held-out text after training, by method and seed."""
     data = {
         seed: text(np.random.default_rng(seed), REPLICAS * STEPS * ROWS).reshape(REPLICAS, STEPS, ROWS, LENGTH + 1)
         for seed in SEEDS
