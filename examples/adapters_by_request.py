@@ -1,8 +1,8 @@
-"""Three adapters of one frozen model, trained by requests that are lost, sent again and reordered.
+"""Three adapters of one frozen model, trained by requests that are lost, resent and reordered.
 
-A service takes gradients and updates as separate requests. Its client numbers the microbatches of each window, and
-sends again what was not confirmed in time: also what had arrived. Every adapter ends with the bits of a loop that got
-each microbatch once, in turn.
+A service receives gradients and updates as separate requests. Its client numbers the microbatches of each window, and
+resends requests that were not confirmed in time, even if they had arrived. Every adapter ends with the same bits as in
+a loop over the microbatches in order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ WINDOWS, MICROBATCHES, WIDTH, RANK = 3, 8, 16, 2
 
 
 def loss(adapter, tokens, base):
-    """Of the real tokens of a batch; of rank 2 is what is trained."""
+    """The mean over unpadded tokens. The trained adapter is a matrix of rank 2."""
     x = jax.nn.one_hot(tokens, WIDTH, dtype=jnp.float32)
     logits = x[:, :-1] @ (base + adapter["a"] @ adapter["b"])
-    real = tokens[:, 1:] > 0
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return LossOutput(jnp.sum(jnp.where(real, each, 0)) / jnp.sum(real), weight=jnp.sum(real))
+    mask = tokens[:, 1:] > 0
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return LossOutput(jnp.sum(jnp.where(mask, values, 0)) / jnp.sum(mask), weight=jnp.sum(mask))
 
 
 def microbatch(adapter, window, number):
-    """Four rows of different lengths, filled up with 0."""
+    """Four rows of different lengths, padded with 0."""
     rng = np.random.default_rng([ADAPTERS.index(adapter), window, number])
     rows = rng.integers(1, WIDTH, (4, 12))
     return np.where(np.arange(12) < rng.integers(3, 12, (4, 1)), rows, 0)
@@ -40,7 +40,7 @@ def microbatch(adapter, window, number):
 
 def client(adapter, window, r):
     """The requests of one window in the order in which they reach the service."""
-    numbers = [*range(MICROBATCHES), *r.sample(range(MICROBATCHES), 3)]  # three are sent again
+    numbers = [*range(MICROBATCHES), *r.sample(range(MICROBATCHES), 3)]  # three are resent
     r.shuffle(numbers)
     return deque([*(("forward_backward", n) for n in numbers), ("optim_step", None), ("optim_step", None)])
 
@@ -55,8 +55,8 @@ def main():
     )
     rng = np.random.default_rng(0)
     base = jnp.asarray(rng.normal(size=(WIDTH, WIDTH)), jnp.float32)
-    fresh = {"a": rng.normal(size=(WIDTH, RANK)).astype(np.float32), "b": np.zeros((RANK, WIDTH), np.float32)}
-    state = step.init(dict.fromkeys(ADAPTERS, fresh))
+    initial = {"a": rng.normal(size=(WIDTH, RANK)).astype(np.float32), "b": np.zeros((RANK, WIDTH), np.float32)}
+    state = step.init(dict.fromkeys(ADAPTERS, initial))
 
     def serve(state, adapter, window, kind, number):
         if kind == "optim_step":
@@ -73,7 +73,7 @@ def main():
             state = serve(state, adapter, window, *queues[adapter].popleft())
             served += 1
 
-    expected = step.init(dict.fromkeys(ADAPTERS, fresh))
+    expected = step.init(dict.fromkeys(ADAPTERS, initial))
     for adapter in ADAPTERS:
         for window in range(WINDOWS):
             for number in range(MICROBATCHES):
@@ -84,8 +84,8 @@ def main():
     print(f"{served} requests, of which {needed} were needed")
     for adapter in ADAPTERS:
         params = state[adapter].params
-        same = all(np.array_equal(params[name], expected[adapter].params[name]) for name in fresh)
-        print(f"{adapter}: {state[adapter].window} updates, {'the same' if same else 'OTHER'} bits as in turn")
+        same = all(np.array_equal(params[name], expected[adapter].params[name]) for name in initial)
+        print(f"{adapter}: {state[adapter].window} updates, {'same' if same else 'OTHER'} bits as in order")
 
 
 if __name__ == "__main__":

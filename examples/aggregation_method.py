@@ -1,9 +1,9 @@
-"""Adds the terms of one gradient by each tf.AggregationMethod and by gradcombine: time, memory, and order, as measured.
+"""Measures time, memory and order of summing a gradient's terms with each tf.AggregationMethod and with gradcombine.
 
-tf.AggregationMethod says of its experimental methods that they may save memory. Here 32 terms are computed and added in
-one graph; the peak is what TensorFlow's own trace says that its tensors took at one time, in gradients. TensorFlow
-starts the terms as soon as it can, so nearly all of them may be there before the first two are added, whatever the
-method is: what saves memory is to have one term at a time, as `gradcombine.accumulate` has.
+According to tf.AggregationMethod, its experimental methods may save memory. Here, 32 terms are computed and added in
+one graph; the peak is the largest total size of live tensors in TensorFlow's trace, in units of one gradient.
+TensorFlow starts computing terms as early as possible, so nearly all of them may exist before the first two are added,
+with any method. To save memory, keep one term at a time, as `gradcombine.accumulate` does.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ METHODS = ("ADD_N", "EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N")
 
 
 class Case:
-    """One way to add, in a graph of its own."""
+    """A graph that adds the terms with one method, and its measurements."""
 
     def __init__(self, add: Callable[[list[Any], Any], Any]) -> None:
         config = tf.compat.v1.ConfigProto()
-        config.graph_options.rewrite_options.disable_meta_optimizer = True  # what is measured is what was written
+        config.graph_options.rewrite_options.disable_meta_optimizer = True  # measure the graph as written
         with tf.Graph().as_default() as graph:
             self.x = tf.compat.v1.placeholder(tf.float32, SIZE)
             uses = [tf.sin(self.x * float(i + 1), name=f"use_{i:02}") for i in range(TERMS)]
@@ -44,11 +44,10 @@ class Case:
         self.peaks: list[float] = []
 
     def run(self, x: np.ndarray) -> np.ndarray:
-        """The gradient."""
         return self.session.run(self.total, {self.x: x})
 
     def measure(self, x: np.ndarray) -> None:
-        """Time of one run, and the peak of another, which is traced."""
+        """Records the time of one run, and the peak memory of another, traced run."""
         start = time.perf_counter()
         self.session.run(self.total.op, {self.x: x})
         self.seconds.append(time.perf_counter() - start)
@@ -59,7 +58,7 @@ class Case:
 
 
 def peak_bytes(metadata: tf.compat.v1.RunMetadata) -> int:
-    """The most bytes that were allocated at one time, from the trace's record of each allocation and release."""
+    """The largest number of bytes allocated at any time, from the trace of allocations."""
     nodes = [node for device in metadata.step_stats.dev_stats for node in device.node_stats]
     records = [r for node in nodes for memory in node.memory for r in memory.allocation_records]
     live = np.cumsum([r.alloc_bytes for r in sorted(records, key=lambda r: r.alloc_micros)])
@@ -67,35 +66,34 @@ def peak_bytes(metadata: tf.compat.v1.RunMetadata) -> int:
 
 
 def by_method(method: str) -> Callable[[list[Any], Any], Any]:
-    """The gradient of all uses by tf.gradients."""
+    """Adds the terms in tf.gradients."""
     value = getattr(tf.AggregationMethod, method)
     return lambda uses, x: tf.gradients(uses, x, aggregation_method=value)[0]
 
 
 def by_gradcombine(method: str) -> Callable[[list[Any], Any], Any]:
-    """The gradients of the uses, added by gradcombine."""
+    """Adds the gradients of the terms with gradcombine."""
     return lambda uses, x: gc.add_n([tf.gradients(use, x)[0] for use in uses], method=method)
 
 
 def order_of(received: np.ndarray, terms: list[np.ndarray]) -> str:
-    """The order whose bits these are."""
+    """The order of additions that reproduces the bits."""
     orders = {
         "left chain": foreign_orders.left_chain(terms),
         "canonical tree": gc.tree_sum(terms),
         "blocks of eight": foreign_orders.addn_blocks(terms),
     }
-    return next((name for name, total in orders.items() if (total == received).all()), "another one")
+    return next((name for name, total in orders.items() if (total == received).all()), "unknown")
 
 
 def main() -> None:
-    """Prints the table."""
     cases = {f"tf.gradients, {method}": Case(by_method(method)) for method in METHODS}
     cases |= {f"gradcombine.add_n, {method}": Case(by_gradcombine(method)) for method in ("add_n", "tree")}
     x = np.linspace(-1, 1, SIZE, dtype=np.float32)
-    one = next(iter(cases.values()))
-    terms = one.session.run(one.terms, {one.x: x})
-    found = {name: order_of(case.run(x), terms) for name, case in cases.items()}
-    for _ in range(ROUNDS):  # in turn, so that a busy moment of the machine meets all of them
+    first = next(iter(cases.values()))
+    terms = first.session.run(first.terms, {first.x: x})
+    orders = {name: order_of(case.run(x), terms) for name, case in cases.items()}
+    for _ in range(ROUNDS):  # alternating, so that load on the machine affects all cases
         for case in cases.values():
             case.measure(x)
 
@@ -105,7 +103,7 @@ def main() -> None:
     for name in ("ms", "peak, in gradients"):
         table.add_column(name, justify="right")
     for name, case in cases.items():
-        table.add_row(name, found[name], f"{1000 * median(case.seconds):.1f}", f"{median(case.peaks):.0f}")
+        table.add_row(name, orders[name], f"{1000 * median(case.seconds):.1f}", f"{median(case.peaks):.0f}")
     Console(width=120).print(table)
 
 

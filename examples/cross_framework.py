@@ -1,4 +1,4 @@
-"""Shows that a port from TensorFlow to JAX combines the same numbers, and where it would not."""
+"""Shows that a port from TensorFlow to JAX combines gradients to the same bits, and how it might not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcombine.verify import compare
 
 
 def recorded() -> tuple[list[dict[str, np.ndarray]], list[int]]:
-    """Stands for the gradients of eight microbatches that a training run has written, with their token counts."""
+    """Stands in for the recorded gradients of eight microbatches, with their token counts."""
     rng = np.random.default_rng(0)
     gradients = [{"kernel": rng.normal(size=(64, 10)).astype(np.float32), "bias": None} for _ in range(8)]
     return gradients, rng.integers(1, 500, 8).tolist()
@@ -25,11 +25,11 @@ def recorded() -> tuple[list[dict[str, np.ndarray]], list[int]]:
 def main() -> None:
     gradients, tokens = recorded()
     # quickstart: begin
-    # The old run: TensorFlow, all eight microbatches at once.
+    # The original: TensorFlow, all eight microbatches at once.
     listed = [{"kernel": tf.constant(g["kernel"]), "bias": None} for g in gradients]
     old = gc.combine(reductions.mean(), listed, weights=tokens, order="tree")
 
-    # The new one: JAX, one microbatch after another.
+    # The port: JAX, one microbatch after another.
     acc = gc.accumulate(reductions.mean(), every=8, order="tree")
     state = acc.init(gradients[0])
     for gradient, count in zip(gradients, tokens, strict=True):
@@ -37,8 +37,8 @@ def main() -> None:
     new = acc.value(state)
 
     print("same bits:", compare(new["kernel"], old["kernel"]).equal_bits)
-    forgotten = gc.mean(gradients)  # a port that forgot the token counts
-    print(f"without token counts: off by up to {np.abs(forgotten['kernel'] - old['kernel']).max():.2f}")
+    unweighted = gc.mean(gradients)  # a port that ignores the token counts
+    print(f"without token counts: off by up to {np.abs(unweighted['kernel'] - old['kernel']).max():.2f}")
     # quickstart: end
 
 

@@ -1,9 +1,9 @@
-"""GRPO on a toy task: packed rows, filters whose counts are known late, whole groups, microbatches and replicas.
+"""GRPO on a toy task: packed rows, filters with counts that are known late, groups, microbatches and replicas.
 
-A policy chooses digits; a prompt's samples are rewarded for the right one. Groups whose samples have all one reward
-teach nothing and are left out, which every microbatch finds out for itself: how many sequences count is known when the
-last one has run. The step over 1, 4 and 8 microbatches, on 1 and on 4 replicas, makes the update of one batch; dividing
-each microbatch by its own counts does not.
+A policy chooses digits; a prompt's samples are rewarded for the right one. Groups whose samples all have the same
+reward carry no signal and are filtered out by each microbatch, so the number of sequences is known only after the last
+one. With 1, 4 and 8 microbatches, on 1 and on 4 replicas, the step makes the same update as for one batch; dividing
+each microbatch by its counts does not.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def sampled(rng):
 
 
 def packed(numbers, sequences, advantages, groups, rows):
-    """One part of the batch: rows of several sequences, each its own segment."""
+    """One microbatch: rows of several sequences, each a separate segment."""
     names = ("tokens", "segments", "groups")
     batch = {name: np.zeros((rows, LENGTH), np.int32) for name in names}
     batch["advantages"] = np.zeros((rows, LENGTH), np.float32)
-    for row, held in enumerate(losses.pack([len(sequences[i]) for i in numbers], LENGTH)):
-        at = 0
-        for segment, i in enumerate(numbers[j] for j in held):
-            here = slice(at, at := at + len(sequences[i]))
-            batch["tokens"][row, here], batch["segments"][row, here] = sequences[i], segment + 1
-            batch["groups"][row, here], batch["advantages"][row, here] = groups[i], advantages[i]
+    for row, members in enumerate(losses.pack([len(sequences[i]) for i in numbers], LENGTH)):
+        start = 0
+        for segment, i in enumerate(numbers[j] for j in members):
+            span = slice(start, start := start + len(sequences[i]))
+            batch["tokens"][row, span], batch["segments"][row, span] = sequences[i], segment + 1
+            batch["groups"][row, span], batch["advantages"][row, span] = groups[i], advantages[i]
     return batch
 
 
@@ -56,8 +56,8 @@ def packed(numbers, sequences, advantages, groups, rows):
 def loss(params, batch):
     logits = jax.nn.log_softmax(params["w"][batch["groups"] % DIGITS])
     logp = jnp.take_along_axis(logits, batch["tokens"][..., None], -1)[..., 0]
-    teaches = batch["advantages"] != 0  # a group of one reward has advantages of 0
-    sequences = {"mask": teaches, "segments": batch["segments"]}
+    informative = batch["advantages"] != 0  # a group with a single reward has advantages of 0
+    sequences = {"mask": informative, "segments": batch["segments"]}
     terms = {
         "policy": losses.sequence_mean_of_token_mean(-logp * batch["advantages"], **sequences),
         "entropy": losses.token_mean(0.01 * logp, batch["segments"] > 0),
@@ -72,7 +72,7 @@ OBJECTIVE = Loss(loss, terms=DENOMINATORS, aux_reduction={"groups": reductions.r
 
 
 def updated(batch, microbatches, over=gc.LOCAL, put=lambda x: x):
-    """The parameters after one step, and the metrics."""
+    """Returns the parameters after one step, and the metrics."""
     step = train_step(OBJECTIVE, optax.sgd(1.0), microbatches=microbatches, over=over)
     params = {"w": put(jnp.zeros((DIGITS, DIGITS)))}
     params, _, metrics = step(params, step.init(params), batch)
@@ -85,28 +85,28 @@ def main():
     parts = losses.deal(lengths, groups.tolist(), 8)
     losses.require_whole([groups[part] for part in parts])
     rows = max(len(losses.pack([lengths[i] for i in part], LENGTH)) for part in parts)
-    divided = [packed(part, sequences, advantages, groups, rows) for part in parts]
-    batch = {name: np.concatenate([part[name] for part in divided]) for name in divided[0]}
+    microbatches = [packed(part, sequences, advantages, groups, rows) for part in parts]
+    batch = {name: np.concatenate([part[name] for part in microbatches]) for name in microbatches[0]}
 
-    expected, whole = updated(batch, 1)
-    count = int(whole.weight["sequences"])
-    print(f"{PROMPTS * SAMPLES} sequences in {len(batch['tokens'])} rows, of which {count} sequences teach")
+    expected, metrics = updated(batch, 1)
+    count = int(metrics.weight["sequences"])
+    print(f"{PROMPTS * SAMPLES} sequences in {len(batch['tokens'])} rows, of which {count} sequences are informative")
     mesh = jax.make_mesh((4,), ("data",))
-    spread = {name: jax.device_put(x, NamedSharding(mesh, P("data"))) for name, x in batch.items()}
-    everywhere = NamedSharding(mesh, P())
-    for name, (found, metrics) in {
+    sharded = {name: jax.device_put(x, NamedSharding(mesh, P("data"))) for name, x in batch.items()}
+    replicated = NamedSharding(mesh, P())
+    for name, (params, metrics) in {
         "4 microbatches": updated(batch, 4),
         "8 microbatches": updated(batch, 8),
         "2 microbatches on 4 replicas": updated(
-            spread, 2, gc.jax_axis("data"), lambda x: jax.device_put(x, everywhere)
+            sharded, 2, gc.jax_axis("data"), lambda x: jax.device_put(x, replicated)
         ),
     }.items():
-        off = np.abs(found - expected).max() / np.abs(expected).max()
+        off = np.abs(params - expected).max() / np.abs(expected).max()
         assert int(metrics.weight["sequences"]) == count
         print(f"{name:30} off by {off:.0e}")
 
-    each = [updated(part, 1)[0] for part in divided]
-    off = np.abs(np.mean(each, 0) - expected).max() / np.abs(expected).max()
+    separate = [updated(microbatch, 1)[0] for microbatch in microbatches]
+    off = np.abs(np.mean(separate, 0) - expected).max() / np.abs(expected).max()
     print(f"{'a mean over 8 microbatches':30} off by {off:.0e}")
 
 

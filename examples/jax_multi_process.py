@@ -1,4 +1,4 @@
-"""Trains in two processes, by windows over time and processes, to the same bits as in one process."""
+"""Trains with windows over time and two processes, to the same bits as in one process."""
 
 import os
 import socket
@@ -22,14 +22,14 @@ MEAN = gc.reductions.mean()
 
 # quickstart: begin
 def accumulation(size: int) -> Any:
-    """Each process takes a block of every window's microbatches; order "tree" fixes the order of all additions."""
+    """The accumulation of one process's block of each window. Order "tree" fixes the order of all additions."""
     return gc.accumulate(MEAN, every=MICROBATCHES // size, order="tree")
 
 
 def make_merge(devices: Sequence[Any]) -> tuple[Any, tuple[Any]]:
-    """The mean of what the processes hold at the end of a window, compiled for one device of each, and what it takes.
+    """Returns the jitted mean over the processes' windows, on one device of each, and its arguments.
 
-    What it does on machines that are not here: ``gradcombine audit jax_multi_process:make_merge --target h100:8``.
+    To see what it does on other hardware, run ``gradcombine audit jax_multi_process:make_merge --target h100:8``.
     """
     mesh = Mesh(np.array(devices), ("process",))
     acc = accumulation(mesh.size)
@@ -50,11 +50,11 @@ def make_merge(devices: Sequence[Any]) -> tuple[Any, tuple[Any]]:
 
 
 def train(size: int, rank: int) -> str:
-    """This process's share of the training; returns the loss on new data and the bits of the parameters."""
+    """Trains as one of the processes; returns the loss on new data and the bits of the parameters."""
 
     def microbatch(window, number):
         rng = np.random.default_rng([window, number])
-        x = rng.normal(size=(8 + number, WIDTH)).astype(np.float32)  # each of its own size
+        x = rng.normal(size=(8 + number, WIDTH)).astype(np.float32)  # of different sizes
         return x, x @ np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
     def loss(w, x, y):
@@ -79,7 +79,7 @@ def train(size: int, rank: int) -> str:
 
 
 def run(size: int) -> list[str]:
-    """Trains in ``size`` processes; the last line that each of them prints."""
+    """Trains in ``size`` processes; returns the last line printed by each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -95,11 +95,11 @@ def run(size: int) -> list[str]:
 
 
 def main() -> None:
-    together, (alone,) = run(PROCESSES), run(1)
-    for rank, line in enumerate(together):
+    several, (single,) = run(PROCESSES), run(1)
+    for rank, line in enumerate(several):
         print(f"process {rank} of {PROCESSES}: {line.rpartition(' ')[0]}")
-    print(f"one process:    {alone.rpartition(' ')[0]}")
-    print(f"same bits: {together == [alone] * PROCESSES}")
+    print(f"one process:    {single.rpartition(' ')[0]}")
+    print(f"same bits: {several == [single] * PROCESSES}")
 
 
 if __name__ == "__main__":

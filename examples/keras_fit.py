@@ -1,6 +1,6 @@
-"""Fits a classifier of scikit-learn's digits in batches of 64, and again in microbatches of 16 with the same result.
+"""Fits a classifier of scikit-learn's digits with batches of 64, and with microbatches of 16 to the same result.
 
-Runs on Keras' TensorFlow backend, or with KERAS_BACKEND=jax on its JAX backend.
+Runs on Keras' TensorFlow backend, or on its JAX backend with KERAS_BACKEND=jax.
 """
 
 import keras
@@ -13,7 +13,7 @@ BATCH, EVERY, EPOCHS = 64, 4, 3
 
 
 class Model(WeightedTrainStep, keras.Model):
-    """Counts every microbatch by its examples: the last one of an epoch has 5 instead of 16."""
+    """Weights each microbatch by its examples: the last one of an epoch has 5 instead of 16."""
 
 
 def compiled(optimizer: keras.optimizers.Optimizer) -> Model:
@@ -41,7 +41,7 @@ def main() -> None:
     fit("one batch", compiled(adam()), BATCH)
 
     # quickstart: begin
-    # Clipping and Adam run once a window of four microbatches; what an epoch leaves over is a window of its own.
+    # Clipping and Adam run once per window of four microbatches; the rest of an epoch is a shorter window.
     model = compiled(Accumulate(adam(), every=EVERY))
     fit("Accumulate", model, BATCH // EVERY, callbacks=[FlushAtEpochEnd()])
     # quickstart: end

@@ -1,7 +1,7 @@
-"""One window of padded sentences, with what people use and with gradcombine: how far each gradient is from one batch.
+"""One window of padded sentences with other tools and with gradcombine: how far each gradient is from one batch.
 
-Eight sentences in four microbatches of two; they hold 3 to 14 tokens, so a mean of the microbatches' means is not the
-mean over tokens.
+Eight sentences in four microbatches of two, with 3 to 14 tokens each, so that the mean of the microbatches' means is
+not the mean over tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARAMS = {"w": jnp.float32([0.5, -0.25])}
 
 
 def summed(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """The loss summed over the real tokens, and their number."""
+    """The loss summed over the unpadded tokens, and their number."""
     w, words = params["w"], batch["words"]
     return jnp.sum(batch["real"] * (w[0] * words + w[1] - jnp.sin(words)) ** 2), jnp.sum(batch["real"])
 
@@ -50,14 +50,14 @@ def stacked() -> Any:
 
 
 def update(tx: Any, weighted: bool) -> Any:
-    """What a transformation adds to the parameters in one window."""
-    state, start = tx.init(PARAMS), PARAMS
+    """Runs a transformation for one window, and returns the gradient that it applied."""
+    state, params = tx.init(PARAMS), PARAMS
     for batch in microbatches():
         grads = jax.grad(mean_loss)(PARAMS, batch)
-        more = {"weight": jnp.sum(batch["real"])} if weighted else {}
-        updates, state = tx.update(grads, state, start, **more)
-        start = optax.apply_updates(start, updates)
-    return jax.tree.map(lambda a, b: b - a, start, PARAMS)  # SGD of rate 1: minus the update is the gradient
+        extra = {"weight": jnp.sum(batch["real"])} if weighted else {}
+        updates, state = tx.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return jax.tree.map(lambda before, after: before - after, PARAMS, params)  # SGD with rate 1
 
 
 def multi_steps() -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ def multi_steps() -> tuple[Any, Any]:
 
 
 def same_as_multi_steps() -> tuple[Any, Any]:
-    """Where the old numbers are wanted first: the same class name, states and bits."""
+    """To keep the old numbers at first: the same class name, states and bits."""
     theirs = update(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=K), weighted=False)
     ours = update(MultiSteps(optax.sgd(1.0), every_k_schedule=K, compat=True), weighted=False)
     return theirs, ours
@@ -91,16 +91,16 @@ def scan() -> tuple[Any, Any]:
 
 
 def num_items_in_batch() -> tuple[Any, Any]:
-    """Hugging Face's Trainer counts the tokens of the whole window first, and divides each sum by them: right, too."""
+    """Hugging Face's Trainer counts the window's tokens first and divides each sum by them, which is correct, too."""
     tokens = sum(jnp.sum(batch["real"]) for batch in microbatches())
     grads = [jax.grad(lambda p, b=batch: summed(p, b)[0] / tokens)(PARAMS) for batch in microbatches()]
     theirs = jax.tree.map(lambda *parts: sum(parts), *grads)
-    ours = update(accumulate(optax.sgd(1.0), every=K), weighted=True)  # no count ahead: the weights add up beside
+    ours = update(accumulate(optax.sgd(1.0), every=K), weighted=True)  # weights are summed along with the gradients
     return theirs, ours
 
 
 def maxtext() -> tuple[Any, Any]:
-    """With gradient_accumulation_steps=4 it adds gradients of sums and counts in a scan, and divides once: right."""
+    """With gradient_accumulation_steps=4, it adds gradients of sums and counts in a scan and divides once: correct."""
 
     def body(carry: Any, batch: Any) -> tuple[Any, None]:
         sums, tokens = carry
@@ -115,11 +115,11 @@ def maxtext() -> tuple[Any, Any]:
     return theirs, ours
 
 
-WAYS: dict[str, Callable[[], tuple[Any, Any]]] = {
+METHODS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "optax.MultiSteps": multi_steps,
     "optax.MultiSteps, same numbers": same_as_multi_steps,
     "optax.microbatch": microbatch,
-    "a scan by hand": scan,
+    "a hand-written scan": scan,
     "num_items_in_batch": num_items_in_batch,
     "MaxText": maxtext,
 }
@@ -128,15 +128,15 @@ WAYS: dict[str, Callable[[], tuple[Any, Any]]] = {
 def main() -> None:
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (PARAMS, BATCH))
-        true = np.asarray(jax.grad(mean_loss)(*jax.tree.map(jnp.asarray, wide))["w"])
+        exact = np.asarray(jax.grad(mean_loss)(*jax.tree.map(jnp.asarray, wide))["w"])
 
-    def off(gradient: Any) -> float:
-        return float(np.abs(np.asarray(gradient["w"]).astype(np.float64) - true).max() / np.abs(true).max())
+    def error(gradient: Any) -> float:
+        return float(np.abs(np.asarray(gradient["w"]).astype(np.float64) - exact).max() / np.abs(exact).max())
 
-    print(f"{'off from the gradient of one batch by':<40}{'theirs':>10}{'ours':>10}")
-    for name, way in WAYS.items():
-        theirs, ours = way()
-        print(f"{name:<40}{off(theirs):>10.0e}{off(ours):>10.0e}")
+    print(f"{'distance from the gradient of one batch':<40}{'theirs':>10}{'ours':>10}")
+    for name, run in METHODS.items():
+        theirs, ours = run()
+        print(f"{name:<40}{error(theirs):>10.0e}{error(ours):>10.0e}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One window as Keras, GradientAccumulator, Horovod and gradcombine have it: how far each is from one batch.
+"""One window with Keras, GradientAccumulator, Horovod and gradcombine: how far each gradient is from one batch.
 
-A batch of 35 examples in microbatches of 10, the last of which holds 5: a mean of the microbatches' means is not the
-mean over examples.
+A batch of 35 examples in microbatches of 10, the last of which has 5, so that the mean of the microbatches' means is
+not the mean over examples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MICROBATCHES = [(X[i : i + SIZE], Y[i : i + SIZE]) for i in range(0, len(X), SIZ
 
 
 def gradient(w: tf.Variable, x: np.ndarray, y: np.ndarray) -> tf.Tensor:
-    """Of the mean loss over the examples."""
+    """The gradient of the mean loss over the examples."""
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((tf.linalg.matvec(x, w) - y) ** 2)
     return tape.gradient(loss, w)
@@ -34,8 +34,8 @@ def parameters() -> tf.Variable:
     return tf.Variable(np.float32([0.5, -0.25, 1.0]))
 
 
-def moved(w: tf.Variable) -> np.ndarray:
-    """By SGD of rate 1: the gradient."""
+def applied(w: tf.Variable) -> np.ndarray:
+    """The gradient that SGD with rate 1 applied."""
     return parameters().numpy() - w.numpy()
 
 
@@ -44,33 +44,33 @@ def keras_accumulation() -> tuple[np.ndarray, np.ndarray]:
     optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=K)
     for x, y in MICROBATCHES:
         optimizer.apply([gradient(w, x, y)], [w])
-    theirs = moved(w)
+    theirs = applied(w)
 
     w = parameters()
     optimizer = Accumulate(keras.optimizers.SGD(1.0), every=K)
     for x, y in MICROBATCHES:
         optimizer.apply([gradient(w, x, y)], [w], weight=len(x))
-    return theirs, moved(w)
+    return theirs, applied(w)
 
 
 def gradient_accumulator() -> tuple[np.ndarray, np.ndarray]:
-    """It adds each gradient over the number of steps to variables, in the train_step of Keras 2: here, as it does."""
+    """Mimics GradientAccumulator, which adds each gradient divided by the number of steps in Keras 2's train_step."""
     w = parameters()
     sums = tf.Variable(tf.zeros_like(w))
     for x, y in MICROBATCHES:
         sums.assign_add(gradient(w, x, y) / K)
     w.assign_sub(sums)
-    theirs = moved(w)
+    theirs = applied(w)
 
     w = parameters()
     step = AccumulatedStep(lambda x, y: ([gradient(w, x, y)], len(x)), [w], keras.optimizers.SGD(1.0), every=K)
     for x, y in MICROBATCHES:
         step(x, y)
-    return theirs, moved(w)
+    return theirs, applied(w)
 
 
 def horovod() -> tuple[np.ndarray, np.ndarray]:
-    """backward_passes_per_step=4 with average_aggregated_gradients: the same class first, then weights."""
+    """backward_passes_per_step=4 with average_aggregated_gradients; first Horovod's class, then weights."""
     w = parameters()
     aggregation = LocalGradientAggregation(K, AllReduce(over=gc.LOCAL), average_aggregated_gradients=True)
     for x, y in MICROBATCHES:
@@ -84,7 +84,7 @@ def horovod() -> tuple[np.ndarray, np.ndarray]:
     return theirs, acc.value(state).numpy()
 
 
-WAYS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
+METHODS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
     "Keras gradient_accumulation_steps": keras_accumulation,
     "GradientAccumulator": gradient_accumulator,
     "Horovod backward_passes_per_step": horovod,
@@ -93,15 +93,15 @@ WAYS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
 
 def main() -> None:
     w = parameters().numpy().astype(np.float64)
-    true = 2 * (X.astype(np.float64) @ w - Y) @ X / len(X)
+    exact = 2 * (X.astype(np.float64) @ w - Y) @ X / len(X)
 
-    def off(received: np.ndarray) -> float:
-        return float(np.abs(received - true).max() / np.abs(true).max())
+    def error(received: np.ndarray) -> float:
+        return float(np.abs(received - exact).max() / np.abs(exact).max())
 
-    print(f"{'off from the gradient of one batch by':<40}{'theirs':>10}{'ours':>10}")
-    for name, way in WAYS.items():
-        theirs, ours = way()
-        print(f"{name:<40}{off(theirs):>10.0e}{off(ours):>10.0e}")
+    print(f"{'distance from the gradient of one batch':<40}{'theirs':>10}{'ours':>10}")
+    for name, run in METHODS.items():
+        theirs, ours = run()
+        print(f"{name:<40}{error(theirs):>10.0e}{error(ours):>10.0e}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A flax nnx language model, from text to a window that is saved half full and goes on elsewhere.
+"""A flax nnx language model, from text to a half-full window that is saved and resumed elsewhere.
 
-Sentences of 2 to 32 words are padded, so microbatches hold different numbers of tokens. One batch, four microbatches in
-a scan, and four requests between which the window is saved and loaded give the same training but for rounding.
+Sentences of 2 to 32 words are padded, so microbatches have different numbers of tokens. One batch, four microbatches in
+a scan, and four requests between which the window is saved and loaded train the same model up to rounding.
 
     python examples/nnx_language_model.py
 """
@@ -30,12 +30,12 @@ class LanguageModel(nnx.Module):
     """One block of causal attention."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed, self.place = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.embed, self.position = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
         self.norm, self.out = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, words: Any) -> Any:
-        x = self.embed(words) + self.place(jnp.arange(words.shape[1]))
+        x = self.embed(words) + self.position(jnp.arange(words.shape[1]))
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(words))
         return self.out(x)
 
@@ -59,14 +59,14 @@ def train(model: LanguageModel, optimizer: nnx.Optimizer, words: Any, mask: Any)
 
 
 def batches(number: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sentences of words that mostly follow their predecessor by 3, shortest first; and which words there are."""
-    rng, made = np.random.default_rng(0), []
+    """Sentences, shortest first, in which a word is mostly its predecessor plus 3; and the mask of their words."""
+    rng, data = np.random.default_rng(0), []
     for _ in range(number):
         steps = np.where(rng.random((16, LENGTH)) < 0.9, 3, rng.integers(0, VOCABULARY, (16, LENGTH)))
         words = np.cumsum(steps, axis=1) % VOCABULARY
         lengths = np.sort(rng.integers(2, LENGTH + 1, 16))
-        made.append((words.astype(np.int32), np.arange(LENGTH) < lengths[:, None]))
-    return made
+        data.append((words.astype(np.int32), np.arange(LENGTH) < lengths[:, None]))
+    return data
 
 
 def mean_of_means(model: LanguageModel, optimizer: nnx.Optimizer, words: Any, mask: Any) -> Any:
@@ -88,7 +88,7 @@ def trained(step: Callable[..., Any], data: list[tuple[np.ndarray, np.ndarray]])
 
 
 def over_requests(data: list[tuple[np.ndarray, np.ndarray]], folder: Path) -> LanguageModel:
-    """Four requests a window; after two of the last window its sums are saved, and loaded into another engine's."""
+    """Trains by four requests per window; the last window is saved after two of them and loaded by another engine."""
     engine = request_step(loss, OPTIMIZER, microbatches=4)
     state = engine.init({"model": LanguageModel(nnx.Rngs(0))})
     for i, (words, mask) in enumerate(data):
@@ -110,7 +110,7 @@ def distance(a: LanguageModel, b: LanguageModel) -> float:
 
 def main() -> None:
     data = batches(40)
-    whole, values = trained(nnx.jit(one_batch), data)
+    reference, values = trained(nnx.jit(one_batch), data)
     models = {
         "four microbatches in a scan": trained(train, data)[0],
         "mean of means": trained(nnx.jit(mean_of_means), data)[0],
@@ -119,7 +119,7 @@ def main() -> None:
         models["four requests"] = over_requests(data, Path(folder))
     print(f"loss {values[0]:.2f} -> {values[-1]:.2f} in {len(data)} updates")
     for name, model in models.items():
-        print(f"{name:<28} off by {distance(model, whole):.0e}")
+        print(f"{name:<28} off by {distance(model, reference):.0e}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains a small network on scikit-learn's digits, with microbatches of different sizes, in an optax chain."""
+"""Trains a small network on scikit-learn's digits with an optax chain and microbatches of different sizes."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from gradcombine.integrations.optax import accumulate_and_apply
 
 SIZES = (5, 17, 10, 32)
-"""The microbatches of a window: 64 examples, as a batch of variable-length data might fall apart."""
+"""Sizes of a window's microbatches, 64 examples in all, as for data of variable length."""
 
 
 def init(key: jax.Array) -> dict[str, jax.Array]:
@@ -34,7 +34,7 @@ def main() -> None:
     params = init(jax.random.key(0))
 
     # quickstart: begin
-    # Clipping and Adam run once a window of four microbatches, on the gradient of all its examples.
+    # Clipping and Adam run once per window of four microbatches, on the gradient over all its examples.
     tx = accumulate_and_apply(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)), every=4)
     state = tx.init(params)
 
@@ -48,10 +48,10 @@ def main() -> None:
     for epoch in range(5):
         start, microbatch = 0, 0
         while start < len(images):
-            chosen = order[start : start + SIZES[microbatch % 4]]
-            start, microbatch = start + len(chosen), microbatch + 1
-            # The data ends in the middle of a window: flush applies what is there, divided by its own examples.
-            params, state = step(params, state, images[chosen], labels[chosen], start == len(images))
+            rows = order[start : start + SIZES[microbatch % 4]]
+            start, microbatch = start + len(rows), microbatch + 1
+            # The data ends within a window: flush applies the partial window, divided by its number of examples.
+            params, state = step(params, state, images[rows], labels[rows], start == len(images))
         print(f"epoch {epoch}     loss {loss(params, images, labels):.3f}   {int(state.inner[1][0].count)} updates")
 
 

@@ -1,4 +1,4 @@
-"""Ports a Keras model to flax, and finds the two bugs of the port: first the combine's, then the optimizer's."""
+"""Ports a Keras model to flax and finds the two bugs of the port: one in the combination of gradients, one in Adam."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradcombine.verify.diff.comparing import Allowed
 
 RATE, WINDOWS = 0.01, 6
 SIZES = (24, 56, 8, 40)
-"""A window's microbatches, in examples."""
+"""Sizes of a window's microbatches, in examples."""
 
 ALLOWED = {
     "gradients": Allowed(relative=1e-4),
@@ -34,12 +34,12 @@ ALLOWED = {
     "updates": Allowed(relative=1e-3),
     "params": Allowed(relative=1e-4),
 }
-"""Kernels round differently, by some 1e-6 of a leaf's largest element, and each step hands on what the last one added.
-Adam divides by each element's own size, which enlarges the small ones' errors."""
+"""Kernels round differently, by about 1e-6 of a leaf's largest element, and errors accumulate over the steps. Adam
+divides each element by its magnitude, which enlarges the errors of small ones."""
 
 
 def microbatches() -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
-    """The same data in the same order for both runs."""
+    """The windows' microbatches, with the same data in the same order for both runs."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     images, labels = (images[order] / 16).astype(np.float32), labels[order].astype(np.int32)
@@ -49,7 +49,7 @@ def microbatches() -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
 
 
 def keras_run(trace: Path, model: Any) -> None:
-    """The old run, which is right."""
+    """The original run, which is correct."""
     optimizer = keras.optimizers.Adam(RATE)
     acc = gc.accumulate(gc.reductions.mean(), every=len(SIZES))
     names = [variable.path for variable in model.trainable_variables]
@@ -64,16 +64,16 @@ def keras_run(trace: Path, model: Any) -> None:
 
     with record(trace) as recorder:
         for window, batches in microbatches():
-            before, given = [variable.numpy() for variable in model.trainable_variables], []
+            before, received = [variable.numpy() for variable in model.trainable_variables], []
             for images, labels in batches:
-                given.append(gradients(tf.constant(images), tf.constant(labels)))
-                state = acc.update(given[-1], state, weight=len(images))
+                received.append(gradients(tf.constant(images), tf.constant(labels)))
+                state = acc.update(received[-1], state, weight=len(images))
             combined = acc.value(state)
             optimizer.apply(combined, model.trainable_variables)
             after = [variable.numpy() for variable in model.trainable_variables]
             recorder(
                 window,
-                gradients={str(i): dict(zip(names, grads, strict=True)) for i, grads in enumerate(given)},
+                gradients={str(i): dict(zip(names, grads, strict=True)) for i, grads in enumerate(received)},
                 combined=dict(zip(names, combined, strict=True)),
                 updates=dict(zip(names, [new - old for new, old in zip(after, before, strict=True)], strict=True)),
                 params=dict(zip(names, after, strict=True)),
@@ -81,7 +81,7 @@ def keras_run(trace: Path, model: Any) -> None:
 
 
 class Classifier(nn.Module):
-    """The port of the model."""
+    """The ported model."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ class Classifier(nn.Module):
 
 
 def flax_run(trace: Path, params: Any, optimizer: optax.GradientTransformation, weighted: bool) -> None:
-    """The port, with the optimizer and the weights in question."""
+    """The run of the port, with an optimizer, and with or without weights."""
     acc = gc.accumulate(gc.reductions.mean(), every=len(SIZES))
     window_state, state = acc.init(params), optimizer.init(params)
 
@@ -103,19 +103,19 @@ def flax_run(trace: Path, params: Any, optimizer: optax.GradientTransformation, 
 
     with record(trace) as recorder:
         for window, batches in microbatches():
-            given = []
+            received = []
             for images, labels in batches:
-                given.append(gradients(params, images, labels))
-                window_state = acc.update(given[-1], window_state, weight=len(images) if weighted else 1)
+                received.append(gradients(params, images, labels))
+                window_state = acc.update(received[-1], window_state, weight=len(images) if weighted else 1)
             combined = acc.value(window_state)
             updates, state = optimizer.update(combined, state, params)
             params = optax.apply_updates(params, updates)
-            named = {str(i): grads for i, grads in enumerate(given)}
+            named = {str(i): grads for i, grads in enumerate(received)}
             recorder(window, gradients=named, combined=combined, updates=updates, params=params)
 
 
 def keras_epsilon(count: jax.Array) -> jax.Array:
-    """Keras adds its epsilon, 1e-7, to the second moment's root before the bias correction, optax after it."""
+    """optax's epsilon, added after the bias correction, that equals Keras' 1e-7, added before it."""
     return 1e-7 / jnp.sqrt(1 - 0.999 ** (count + 1).astype(jnp.float32))
 
 
@@ -123,29 +123,29 @@ def main() -> None:
     keras.utils.set_random_seed(0)
     hidden, logits = keras.layers.Dense(32, "tanh", name="hidden"), keras.layers.Dense(10, name="logits")
     model = keras.Sequential([keras.Input((64,)), hidden, logits])
-    # Both start from the same weights; each framework has its own names for them.
+    # Both runs start from the same weights, under each framework's names.
     params = {
         layer.name: {"kernel": jnp.asarray(kernel.numpy()), "bias": jnp.asarray(bias.numpy())}
         for layer in (hidden, logits)
         for kernel, bias in [layer.trainable_variables]
     }
     ported = optax.adam(RATE)
-    repaired = optax.inject_hyperparams(optax.adam)(learning_rate=RATE, eps=keras_epsilon)
+    fixed = optax.inject_hyperparams(optax.adam)(learning_rate=RATE, eps=keras_epsilon)
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "keras"
         keras_run(old, model)
         for name, optimizer, weighted in (
             ("as ported", ported, False),
             ("with the microbatches' weights", ported, True),
-            ("with the epsilon of Keras", repaired, True),
+            ("with the epsilon of Keras", fixed, True),
         ):
             new = Path(folder) / name.replace(" ", "_")
             flax_run(new, params, optimizer, weighted)
-            found = first_divergence(old, new, allowed=ALLOWED)
-            print(f"{name}: {found or f'{WINDOWS} windows agree'}")
+            divergence = first_divergence(old, new, allowed=ALLOWED)
+            print(f"{name}: {divergence or f'{WINDOWS} windows agree'}")
         rows = diff_steps(old, new).steps[WINDOWS - 1].rows
         trained = [row.difference for row in rows if row.difference.name.startswith("params")]
-        print(f"the trained parameters are up to {max((leaf.relative for leaf in trained), default=0):.0e} apart")
+        print(f"the trained parameters differ by up to {max((leaf.relative for leaf in trained), default=0):.0e}")
 
 
 if __name__ == "__main__":

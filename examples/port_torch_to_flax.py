@@ -1,4 +1,4 @@
-"""Ports a small transformer from PyTorch to flax with a bug, query and key swapped, and finds it: their shapes fit."""
+"""Ports a small transformer from PyTorch to flax with query and key, of equal shapes, swapped, and finds the bug."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from gradcombine.verify.diff.dumps import open_dump
 VOCABULARY, DIM, HEADS, LENGTH, STEPS, RATE = 32, 16, 4, 12, 3, 0.1
 
 ALLOWED = {"gradients": Allowed(relative=1e-4), "params": Allowed(relative=1e-4)}
-"""Kernels round differently, by some 1e-6 of a leaf's largest element."""
+"""Kernels round differently, by about 1e-6 of a leaf's largest element."""
 
 
 def batches() -> list[np.ndarray]:
-    """Sequences that count up, each by its own step: the next token follows from the last two."""
+    """Sequences that count up in steps of 1 to 3, so that the next token follows from the last two."""
     rng = np.random.default_rng(0)
     starts, strides = rng.integers(0, VOCABULARY, (STEPS, 8, 1)), rng.integers(1, 4, (STEPS, 8, 1))
     return list((starts + strides * np.arange(LENGTH + 1)) % VOCABULARY)
 
 
 class Block(torch.nn.Module):
-    """The old model: embedding, causal attention, a layer of its own, logits."""
+    """The original model: embedding, causal attention, a dense layer, logits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(VOCABULARY, DIM)
         self.norm = torch.nn.LayerNorm(DIM)
-        # Without biases: that of the keys changes nothing, so its gradient is rounding errors alone in any framework.
+        # Without biases, since the keys' bias has no effect: its gradient is only rounding error in any framework.
         self.attention = torch.nn.MultiheadAttention(DIM, HEADS, bias=False, batch_first=True)
         self.mlp = torch.nn.Linear(DIM, DIM)
         self.logits = torch.nn.Linear(DIM, VOCABULARY)
@@ -51,7 +51,7 @@ class Block(torch.nn.Module):
 
 
 class Port(nn.Module):
-    """The new one."""
+    """The ported model."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ class Port(nn.Module):
 
 
 def ported(old: dict[str, np.ndarray], parts: tuple[str, str, str]) -> Any:
-    """The old model's weights for the new one; ``parts`` says what the three blocks of in_proj are taken for."""
+    """The original weights in the layout of the port; ``parts`` names the three blocks of in_proj."""
     attention: Any = {"out": {"kernel": old["attention.out_proj.weight"].T.reshape(HEADS, -1, DIM)}}
     for part, kernel in zip(parts, np.split(old["attention.in_proj_weight"], 3), strict=True):
         attention[part] = {"kernel": kernel.T.reshape(DIM, HEADS, -1)}
@@ -74,7 +74,7 @@ def ported(old: dict[str, np.ndarray], parts: tuple[str, str, str]) -> Any:
 
 
 def torch_run(trace: Path, model: Block) -> None:
-    """The old run, which is right."""
+    """The original run, which is correct."""
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     with record(trace) as recorder:
         for step, rows in enumerate(batches()):
@@ -88,7 +88,7 @@ def torch_run(trace: Path, model: Block) -> None:
 
 
 def flax_run(trace: Path, params: Any) -> None:
-    """The port."""
+    """The run of the port."""
 
     @jax.jit
     def gradients(params: Any, tokens: jax.Array) -> Any:
@@ -113,18 +113,18 @@ def main() -> None:
         torch.save(model.state_dict(), file)
         old = {name: entry.whole() for name, entry in open_dump(file).items()}
         torch_run(Path(folder) / "torch", model)
-        for name, parts in (("as ported", ("key", "query", "value")), ("repaired", ("query", "key", "value"))):
+        for name, parts in (("as ported", ("key", "query", "value")), ("fixed", ("query", "key", "value"))):
             params = ported(old, parts)
-            place = Path(folder) / name.replace(" ", "_")
-            with record(place / "weights") as recorder:
+            directory = Path(folder) / name.replace(" ", "_")
+            with record(directory / "weights") as recorder:
                 recorder(0, params=params)
-            report = diff(open_dump(file), open_dump(place / "weights" / "step_00000000.npz"))
+            report = diff(open_dump(file), open_dump(directory / "weights" / "step_00000000.npz"))
             print(f"{name}: {sum(row.passes for row in report.rows)} of {len(report.rows)} leaves have the same bits")
             for a, b in report.mixed_up:
-                print(f"  {a} is like {b}")
-            flax_run(place / "run", params)
-            found = first_divergence(Path(folder) / "torch", place / "run", allowed=ALLOWED)
-            print(f"  {found or f'{STEPS} steps agree'}")
+                print(f"  {a} resembles {b}")
+            flax_run(directory / "run", params)
+            divergence = first_divergence(Path(folder) / "torch", directory / "run", allowed=ALLOWED)
+            print(f"  {divergence or f'{STEPS} steps agree'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Interrupts a TensorFlow run on four replicas in the middle of a window, and finishes the window in JAX on two."""
+"""Interrupts a TensorFlow run on four replicas within a window, and finishes the window in JAX on two replicas."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ REPLICAS, EVERY, SAVED = 4, 8, 3
 
 
 def microbatch(rank: int, k: int) -> tuple[np.ndarray, np.float32]:
-    """Stands for the gradient of one microbatch, and its number of tokens."""
+    """Stands in for the gradient of one microbatch, with its number of tokens."""
     rng = np.random.default_rng([rank, k])
     return rng.normal(size=(64, 10)).astype(np.float32), np.float32(rng.integers(1, 500))
 
 
 def tensorflow_run(path: str) -> None:
-    # The old run: TensorFlow, four replicas, three of eight microbatches.
+    # The interrupted run: TensorFlow, four replicas, three of eight microbatches.
     mean, params = reductions.mean(precision="exact"), np.zeros((64, 10), np.float32)
     acc = gc.accumulate(mean, every=EVERY)
     update = tf.function(acc.update)
@@ -39,7 +39,7 @@ def tensorflow_run(path: str) -> None:
 
 
 def jax_run(path: str) -> jax.Array:
-    # The new one: JAX, two replicas. What is missing is dealt to them in any order.
+    # The resumed run: JAX, two replicas, which take the missing microbatches in any order.
     mean, params = reductions.mean(precision="exact"), np.zeros((64, 10), np.float32)
     states = statefile.resize(mean, statefile.load_replicas(path, mean, like=params), 2)
     acc = gc.accumulate(mean, every=EVERY * REPLICAS // 2)
@@ -62,13 +62,12 @@ def main() -> None:
         path = os.path.join(folder, "window.npz")
         tensorflow_run(path)
         header = statefile.inspect(path)
-        print(f"saved: states of {header.reduction!r} on {header.replicas} replicas, {os.path.getsize(path)} bytes")
+        size = os.path.getsize(path)
+        print(f"saved the states of {header.reduction!r} on {header.replicas} replicas, {size} bytes")
         resumed = jax_run(path)
-    everything = [microbatch(rank, k) for rank in range(REPLICAS) for k in range(EVERY)]
-    unbroken = gc.combine(
-        reductions.mean(precision="exact"), [g for g, _ in everything], weights=[tokens for _, tokens in everything]
-    )
-    print("equal bits:", compare(resumed, unbroken).equal_bits)
+    gradients, tokens = zip(*(microbatch(rank, k) for rank in range(REPLICAS) for k in range(EVERY)), strict=True)
+    uninterrupted = gc.combine(reductions.mean(precision="exact"), gradients, weights=tokens)
+    print("equal bits:", compare(resumed, uninterrupted).equal_bits)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,20 @@ PAD, RARE = 0, 1
 
 
 def sentences() -> list[list[str]]:
-    """The sentences of Python's own help texts, of 1 to 64 words."""
+    """The sentences of Python's help texts, of 2 to 64 words."""
     text = " ".join(topics[name] for name in sorted(topics))
-    found = (re.findall(r"[a-z]+", part.lower()) for part in re.split(r"[.:!?]\s|\n\n", text))
-    return [words for words in found if 1 < len(words) <= LONGEST]
+    split = (re.findall(r"[a-z]+", part.lower()) for part in re.split(r"[.:!?]\s|\n\n", text))
+    return [words for words in split if 1 < len(words) <= LONGEST]
 
 
 def encode(texts: list[list[str]]) -> np.ndarray:
-    """Word numbers, padded at the end, of shape (sentences, LONGEST)."""
+    """Word ids, padded at the end, of shape (sentences, LONGEST)."""
     words, counts = np.unique([word for text in texts for word in text], return_counts=True)
-    kept = words[np.argsort(-counts, kind="stable")][: WORDS - 2]
-    number = {word: i + 2 for i, word in enumerate(kept.tolist())}
+    frequent = words[np.argsort(-counts, kind="stable")][: WORDS - 2]
+    ids = {word: i + 2 for i, word in enumerate(frequent.tolist())}
     tokens = np.full((len(texts), LONGEST), PAD, np.int32)
     for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = [number.get(word, RARE) for word in text]
+        row[: len(text)] = [ids.get(word, RARE) for word in text]
     return tokens
 
 
@@ -41,18 +41,18 @@ def init(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def summed(params: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of the losses of all real next tokens, and how many those are."""
+    """The sum of the losses over all next tokens except padding, and the number of these tokens."""
     logits = params["embedding"][tokens[:, :-1]] @ params["output"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    real = tokens[:, 1:] != PAD
-    return jnp.sum(jnp.where(real, losses, 0)), jnp.sum(real)
+    mask = tokens[:, 1:] != PAD
+    return jnp.sum(jnp.where(mask, losses, 0)), jnp.sum(mask)
 
 
 def main(batch: int = 64) -> None:
     texts = sentences()
     lengths = [len(text) for text in texts]
     print(f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} words")
-    # The shortest first within each batch, as a loader that sorts by length would have it.
+    # Within each batch the shortest come first, as with a loader that sorts by length.
     tokens = encode(texts)[np.random.default_rng(0).permutation(len(texts))]
     batches = tokens[: len(texts) // batch * batch].reshape(-1, batch, LONGEST)
     batches = np.stack([rows[np.argsort((rows != PAD).sum(axis=1), kind="stable")] for rows in batches])
@@ -61,14 +61,14 @@ def main(batch: int = 64) -> None:
 
     # quickstart: begin
     def mean_loss(params, tokens):
-        total, count = summed(params, tokens)  # over the real tokens of a microbatch
+        total, count = summed(params, tokens)  # over the unpadded tokens of a microbatch
         return LossOutput(total / count, weight=count)
 
-    def forgetful_loss(params, tokens):
-        return mean_loss(params, tokens).value  # each microbatch weighs the same, whatever its tokens
+    def unweighted_loss(params, tokens):
+        return mean_loss(params, tokens).value  # all microbatches get the same weight, regardless of their tokens
 
-    for name, loss in {"mean over tokens": mean_loss, "mean of means": forgetful_loss}.items():
-        # Off by this much from the gradient of the batch in one piece:
+    for name, loss in {"mean over tokens": mean_loss, "mean of means": unweighted_loss}.items():
+        # The distance from the full-batch gradient:
         params = init(jax.random.key(0))
         _, grads = jax.jit(value_and_grad(loss, microbatches=8))(params, batches[0])
         off = distance(grads, full_batch(params, batches[0]))
@@ -82,7 +82,7 @@ def main(batch: int = 64) -> None:
 
 
 def distance(tree: dict[str, jax.Array], other: dict[str, jax.Array]) -> float:
-    """The norm of the difference, relative to that of the second tree."""
+    """The norm of the difference, relative to the norm of the second tree."""
     difference = optax.tree.norm(optax.tree.sub(tree, other))
     return float(difference / optax.tree.norm(other))
 

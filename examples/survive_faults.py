@@ -1,4 +1,4 @@
-"""Trains in two processes, one of which is killed in the middle of a window, to the bits of one process, unharmed."""
+"""Trains in two processes, of which one is killed within a window, to the same bits as one undisturbed process."""
 
 import multiprocessing
 import os
@@ -20,35 +20,35 @@ WINDOWS, MICROBATCHES, WIDTH = 3, 8, 32
 
 # quickstart: begin
 def supervise(start, patience, limit=float("inf")):
-    """Runs processes until all have ended well; where one fails, or none gets on, ends all of them and restarts.
+    """Runs processes until all succeed. If one fails, or none makes progress, kills and restarts all of them.
 
     Args:
       start: ``start(attempt) -> (processes, progress)``: started multiprocessing processes, and a function whose result
-        changes whenever they get on.
-      patience: seconds without any progress, after which a process is taken to hang.
-      limit: seconds for everything.
+        changes whenever they make progress.
+      patience: seconds without progress after which the processes are considered to hang.
+      limit: total time limit in seconds.
 
     Returns:
-      How often all were restarted.
+      The number of restarts.
     """
     deadline, attempt = time.monotonic() + limit, 0
-    while not _have_ended_well(*start(attempt), patience, deadline):
+    while not _succeed(*start(attempt), patience, deadline):
         attempt += 1
         if time.monotonic() > deadline:
             raise TimeoutError(f"{limit} seconds were not enough: {attempt} attempts")
     return attempt
 
 
-def _have_ended_well(processes, progress, patience, deadline):
-    seen, until = progress(), time.monotonic() + patience
+def _succeed(processes, progress, patience, deadline):
+    last, until = progress(), time.monotonic() + patience
     try:
         while time.monotonic() < min(until, deadline):
             wait([process.sentinel for process in processes if process.exitcode is None], timeout=0.1)
             codes = [process.exitcode for process in processes]
             if not any(code is None for code in codes) or any(codes):
                 return not any(codes)
-            if (now := progress()) != seen:
-                seen, until = now, time.monotonic() + patience
+            if (now := progress()) != last:
+                last, until = now, time.monotonic() + patience
         return False
     finally:
         for process in processes:
@@ -57,12 +57,12 @@ def _have_ended_well(processes, progress, patience, deadline):
 
 
 def ledgered_mean():
-    """Its states say which microbatches they hold."""
+    """A mean whose states record which microbatches they contain."""
     return gc.reductions.numbered(gc.reductions.mean("exact"), MICROBATCHES)
 
 
 def make_merge(devices):
-    """What the processes hold together, compiled for one device of each; and what it takes."""
+    """Returns the jitted merge of the processes' states, on one device of each, and its arguments."""
     import jax
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -82,7 +82,7 @@ def make_merge(devices):
 
 
 def train(folder, size, rank, reached, killed_after=None):
-    """One process: what there is of the run, its part of what is missing, and then window after window."""
+    """Runs one process: recovers the run, computes its share of the missing microbatches, then trains on."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import multihost_utils
@@ -93,15 +93,15 @@ def train(folder, size, rank, reached, killed_after=None):
     descend = jax.jit(lambda w, g: w - 0.25 * g)
     window, w, parts, _ = statefile.recover(folder, mean, like=start, start=start)
     multihost_utils.sync_global_devices("all have read")
-    # A process holds the part whose file it will replace: what it holds is on the disk all the time.
+    # A process continues the part whose file it will replace, so that no part is ever missing from the disk.
     held = [[parts[holder] for holder in parts if holder % size == i] for i in range(size)]
     while window < WINDOWS:
         statefile.begin_window(folder, window, w)
         states = [statefile.resize(mean, group, 1)[0] if group else mean.init(start) for group in held]
         missing = set(range(MICROBATCHES)).difference(*(ledger.read(state).held for state in states))
-        dealt = ledger.deal(missing, size, [ledger.read(state).held for state in states])
+        shares = ledger.deal(missing, size, [ledger.read(state).held for state in states])
         state = states[rank]
-        for number in dealt[rank]:
+        for number in shares[rank]:
             x, y = microbatch(window, number)
             state = mean.update(state, Numbered(np.asarray(gradient(w, x, y)), number), len(x))
             statefile.save_part(folder, window, rank, mean, state)
@@ -122,7 +122,7 @@ def train(folder, size, rank, reached, killed_after=None):
 # quickstart: end
 def microbatch(window, number):
     rng = np.random.default_rng([window, number])
-    x = rng.normal(size=(8 + number, WIDTH)).astype(np.float32)  # each of its own size
+    x = rng.normal(size=(8 + number, WIDTH)).astype(np.float32)  # of different sizes
     return x, x @ np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
 
@@ -135,7 +135,7 @@ def work(address, folder, size, rank, reached, killed_after):
 
 
 def run(folder, size, killed_after=None):
-    """Trains to the end; returns the parameters, and how often all processes were restarted."""
+    """Trains to the end; returns the parameters and the number of restarts."""
     context = multiprocessing.get_context("spawn")
 
     def start(attempt):
@@ -156,12 +156,12 @@ def run(folder, size, killed_after=None):
 
 def main():
     os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="")
-    with tempfile.TemporaryDirectory() as quiet, tempfile.TemporaryDirectory() as faulty:
-        (calm, _), (struck, restarts) = run(quiet, 1), run(faulty, 2, killed_after=6)
+    with tempfile.TemporaryDirectory() as undisturbed, tempfile.TemporaryDirectory() as faulty:
+        (expected, _), (params, restarts) = run(undisturbed, 1), run(faulty, 2, killed_after=6)
     x, y = microbatch(WINDOWS, 0)
-    loss = np.mean((x @ struck - y) ** 2)
+    loss = np.mean((x @ params - y) ** 2)
     print(f"killed after its 6th microbatch: restarted {restarts} time, loss {loss:.4f}")
-    print(f"same bits: {calm.tobytes() == struck.tobytes()}")
+    print(f"same bits: {expected.tobytes() == params.tobytes()}")
 
 
 if __name__ == "__main__":

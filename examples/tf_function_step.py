@@ -1,4 +1,4 @@
-"""Trains a classifier of handwritten digits on two replicas, with a tf.function over microbatches of any size."""
+"""Trains a classifier of handwritten digits on two replicas, with a tf.function for microbatches of any size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECS = (tf.TensorSpec((None, 64), tf.float32), tf.TensorSpec((None,), tf.int32)
 
 
 def two_replicas() -> tf.distribute.Strategy:
-    """Two devices made of one CPU. On a machine with GPUs: ``tf.distribute.MirroredStrategy()``."""
+    """A strategy for two virtual devices of one CPU. With GPUs, use ``tf.distribute.MirroredStrategy()``."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     if tf.config.get_logical_device_configuration(cpu) is None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -27,15 +27,15 @@ def two_replicas() -> tf.distribute.Strategy:
 
 
 def microbatches(rng: np.random.Generator, images: np.ndarray, labels: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """The data in a new order, 10 to 40 images at a time. A replica for which none is left gets an empty one."""
+    """The data in random order, 10 to 40 images at a time. At the end, a replica may get an empty microbatch."""
     rest = rng.permutation(len(labels))
     while len(rest):
-        chosen, rest = np.split(rest, [rng.integers(10, 41)])
-        yield images[chosen], labels[chosen]
+        rows, rest = np.split(rest, [rng.integers(10, 41)])
+        yield images[rows], labels[rows]
 
 
 def main(epochs: int = 5) -> list[float]:
-    """The loss over all images, before training and after each epoch."""
+    """Returns the loss over all images, before training and after each epoch."""
     keras.utils.set_random_seed(0)
     strategy, digits, rng = two_replicas(), load_digits(), np.random.default_rng(0)
     images, labels = np.float32(digits.data) / 16, np.int32(digits.target)
@@ -54,7 +54,7 @@ def main(epochs: int = 5) -> list[float]:
         def gradients(images, labels):
             with tf.GradientTape() as tape:
                 loss = mean_loss(images, labels)
-            return tape.gradient(loss, model.trainable_variables), tf.size(labels)  # the weight: how many examples
+            return tape.gradient(loss, model.trainable_variables), tf.size(labels)  # weight: the number of examples
 
         step = AccumulatedStep(gradients, model.trainable_variables, optimizer, every=4)
 
@@ -63,7 +63,7 @@ def main(epochs: int = 5) -> list[float]:
     for epoch in range(epochs):
         for batch in batches:
             train(*batch)  # four microbatches on each replica, then one all-reduce and one step of Adam
-        flush()  # what the epoch's end has left over, by its true weight
+        flush()  # applies the partial window at the end of the epoch, divided by its weight
         losses.append(float(mean_loss(images, labels)))
         print(f"epoch {epoch + 1}: loss {losses[-2]:.3f} -> {losses[-1]:.3f}")
     # quickstart: end

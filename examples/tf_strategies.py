@@ -1,9 +1,9 @@
-"""Trains the same classifier of handwritten digits under one strategy of tf.distribute, or under each in turn.
+"""Trains the same classifier of handwritten digits under one tf.distribute strategy, or under each of them.
 
     python examples/tf_strategies.py [none | one_device | mirrored_2 | mirrored_4 | mirrored_8 | central_2 |
                                       multi_worker_2 | parameter_server | dtensor]
 
-A window always holds the same 256 images, however many replicas share it, so every strategy ends with the same loss.
+A window always has the same 256 images, for any number of replicas, so all strategies end with the same loss.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WINDOW, MICROBATCH, EPOCHS, RATE = 256, 32, 3, 0.5
 
 def images_and_labels() -> tuple[np.ndarray, np.ndarray]:
     digits = load_digits()
-    whole = len(digits.target) // WINDOW * WINDOW
-    return np.float32(digits.data[:whole]) / 16, np.int32(digits.target[:whole])
+    size = len(digits.target) // WINDOW * WINDOW
+    return np.float32(digits.data[:size]) / 16, np.int32(digits.target[:size])
 
 
 def initial() -> list[np.ndarray]:
@@ -61,40 +61,40 @@ def gradients(weights: list[Any], images: Any, labels: Any) -> list[Any]:
     return tape.gradient(loss, weights)
 
 
-def descend(found: list[Any], weights: list[Any]) -> None:
-    for gradient, weight in zip(found, weights, strict=True):
+def descend(grads: list[Any], weights: list[Any]) -> None:
+    for gradient, weight in zip(grads, weights, strict=True):
         weight.assign_sub(RATE * gradient)
 
 
-def made(name: str) -> tf.distribute.Strategy:
-    """The strategy of this name. Its devices are made of one CPU; name GPUs in their place where there are some."""
-    kind, _, size = name.rpartition("_")
+def make_strategy(name: str) -> tf.distribute.Strategy:
+    """The strategy with this name, on virtual devices of one CPU. Use GPUs instead if there are any."""
+    prefix, _, size = name.rpartition("_")
     if name == "one_device":
         return tf.distribute.OneDeviceStrategy("CPU:0")
-    if kind == "multi_worker":
+    if prefix == "multi_worker":
         return tf.distribute.MultiWorkerMirroredStrategy()
-    devices = [f"CPU:{i}" for i in range(int(size))] if kind else []
-    if kind == "mirrored":
+    devices = [f"CPU:{i}" for i in range(int(size))] if prefix else []
+    if prefix == "mirrored":
         return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    if kind == "central":
+    if prefix == "central":
         return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
     return tf.distribute.get_strategy()
 
 
 def replicated(strategy: tf.distribute.Strategy) -> tuple[float, float]:
-    """Strategies whose replicas run in step: the loss and the accuracy after training."""
+    """Loss and accuracy after training under a strategy with synchronous replicas."""
     images, labels = images_and_labels()
     n = strategy.num_replicas_in_sync
 
-    # 1. replicate the model: variables made under the strategy.
+    # 1. replicate the model: create variables under the strategy.
     with strategy.scope():
         weights = [tf.Variable(x) for x in initial()]
-        # 4. and 5. synchronise once a window, and apply the mean over all of its images.
+        # 4. and 5. synchronize once per window, and apply the mean over all its images.
         step = AccumulatedStep(
             lambda x, y: (gradients(weights, x, y), tf.size(y)), weights, descend, every=WINDOW // MICROBATCH // n
         )
 
-    # 2. distribute the data: every replica gets a microbatch of its own.
+    # 2. distribute the data: every replica gets a different microbatch.
     data = tf.data.Dataset.from_tensor_slices((images, labels)).batch(MICROBATCH * n, drop_remainder=True)
     batches = strategy.experimental_distribute_dataset(data)
 
@@ -104,26 +104,26 @@ def replicated(strategy: tf.distribute.Strategy) -> tuple[float, float]:
         for batch in batches:
             train(*batch)
 
-    # 6. evaluate: each metric is combined over replicas in its own way.
+    # 6. evaluate: each metric has a reduction over replicas.
     metrics = reductions.per_leaf({"loss": reductions.mean(), "correct": reductions.sum()})
 
     def evaluate(x: Any, y: Any) -> Any:
-        right = tf.argmax(logits(weights, x), axis=1, output_type=tf.int32) == y
-        found = {"loss": mean_loss(weights, x, y), "correct": tf.reduce_sum(tf.cast(right, tf.int32))}
-        return gc.all_reduce(metrics, found, over=gc.tf_replicas(), weight=tf.size(y))
+        correct = tf.argmax(logits(weights, x), axis=1, output_type=tf.int32) == y
+        values = {"loss": mean_loss(weights, x, y), "correct": tf.reduce_sum(tf.cast(correct, tf.int32))}
+        return gc.all_reduce(metrics, values, over=gc.tf_replicas(), weight=tf.size(y))
 
-    everything = tf.data.Dataset.from_tensor_slices((images, labels)).batch(len(labels))
-    (batch,) = strategy.experimental_distribute_dataset(everything)
-    found = tf.function(lambda *x: strategy.run(evaluate, args=x))(*batch)
-    loss, correct = (strategy.experimental_local_results(found[key])[0] for key in ("loss", "correct"))
+    one_batch = tf.data.Dataset.from_tensor_slices((images, labels)).batch(len(labels))
+    (batch,) = strategy.experimental_distribute_dataset(one_batch)
+    results = tf.function(lambda *x: strategy.run(evaluate, args=x))(*batch)
+    loss, correct = (strategy.experimental_local_results(results[key])[0] for key in ("loss", "correct"))
     return float(loss), int(correct) / len(labels)
 
 
 def parameter_server() -> tuple[float, float]:
-    """Workers that do not wait for each other: a coordinator fetches their gradients and combines them."""
+    """Trains with asynchronous workers: a coordinator fetches their gradients and combines them."""
     addresses = free_addresses(3)
     cluster = tf.train.ClusterSpec({"worker": addresses[:2], "ps": addresses[2:]})
-    # With fewer threads, servers of one process wait for each other for ever on a machine of two cores.
+    # With fewer threads, servers in one process deadlock on a machine with two cores.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)
     servers = [
         tf.distribute.Server(cluster, job_name=job, task_index=i, protocol="grpc", config=config)
@@ -141,14 +141,14 @@ def parameter_server() -> tuple[float, float]:
             coordinator.schedule(compute, (tf.constant(images[at : at + MICROBATCH]), labels[at : at + MICROBATCH]))
             for at in range(window, window + WINDOW, MICROBATCH)
         ]
-        # Combined in the order in which they were scheduled, whichever worker was the first.
+        # Combined in the order of scheduling, regardless of which worker finishes first.
         descend([tf.constant(x) for x in gc.mean([each.fetch() for each in scheduled])], weights)
     assert len(servers) == 3
     return measured([w.numpy() for w in weights])
 
 
 def model_parallel() -> tuple[float, float]:
-    """DTensor: images are sharded over 'data', the hidden layer over 'model'; accumulators keep the layouts."""
+    """Trains with DTensor: images are sharded over 'data', the hidden layer over 'model', as are accumulators."""
     dtensor.initialize_accelerator_system("CPU")
     mesh = dtensor.create_mesh([("data", 2), ("model", 2)], devices=[f"CPU:{i}" for i in range(4)])
     layouts = [
@@ -162,7 +162,7 @@ def model_parallel() -> tuple[float, float]:
     weights = [dtensor.DVariable(placed(x, layout)) for x, layout in zip(initial(), layouts, strict=True)]
     compute, apply = (
         tf.function(lambda x, y: gradients(weights, x, y)),
-        tf.function(lambda found: descend(found, weights)),
+        tf.function(lambda grads: descend(grads, weights)),
     )
     images, labels = images_and_labels()
     sharded = [dtensor.Layout(["data", *[dtensor.UNSHARDED] * rest], mesh) for rest in (1, 0)]
@@ -171,22 +171,22 @@ def model_parallel() -> tuple[float, float]:
     with dtensor.default_mesh(mesh):
         state = window.init([tf.TensorSpec(w.shape, w.dtype) for w in weights])
         for at in [*range(0, len(labels), size)] * EPOCHS:
-            # The gradients of a global batch: DTensor sums over 'data', and over that axis alone.
+            # The gradients of a global batch: DTensor sums over 'data', and only over that axis.
             batch = [placed(x[at : at + size], layout) for x, layout in zip((images, labels), sharded, strict=True)]
             state = window.update(compute(*batch), state, size)
             if window.ready(state):
-                found = window.value(state)
-                assert [dtensor.fetch_layout(x) for x in found] == layouts
-                apply(found)
-        whole = [dtensor.relayout(w, dtensor.Layout.replicated(mesh, len(w.shape))).numpy() for w in weights]
-    return measured(whole)
+                grads = window.value(state)
+                assert [dtensor.fetch_layout(x) for x in grads] == layouts
+                apply(grads)
+        replicated = [dtensor.relayout(w, dtensor.Layout.replicated(mesh, len(w.shape))).numpy() for w in weights]
+    return measured(replicated)
 
 
 def measured(weights: list[Any]) -> tuple[float, float]:
-    """The loss and the accuracy of these weights."""
+    """The loss and accuracy of these weights."""
     images, labels = images_and_labels()
-    right = tf.argmax(logits(weights, images), axis=1, output_type=tf.int32) == labels
-    return float(mean_loss(weights, images, labels)), float(np.mean(right.numpy()))
+    correct = tf.argmax(logits(weights, images), axis=1, output_type=tf.int32) == labels
+    return float(mean_loss(weights, images, labels)), float(np.mean(correct.numpy()))
 
 
 def free_addresses(size: int) -> list[str]:
@@ -198,7 +198,7 @@ def free_addresses(size: int) -> list[str]:
 
 
 def several_processes(name: str) -> str:
-    """This script once for every worker; what worker 0 prints."""
+    """Runs this script once for every worker; returns the output of worker 0."""
     addresses = free_addresses(int(name[-1]))
     workers = []
     for i in range(len(addresses)):
@@ -222,7 +222,7 @@ def main(name: str) -> None:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
     others = {"parameter_server": parameter_server, "dtensor": model_parallel}
-    loss, accuracy = others[name]() if name in others else replicated(made(name))
+    loss, accuracy = others[name]() if name in others else replicated(make_strategy(name))
     print(f"{name:18} loss {loss:.4f}   accuracy {accuracy:.3f}", flush=True)
 
 

@@ -1,1 +1,1 @@
-"""How far apart two trees of arrays are, to the bit, and from a reference."""
+"""Comparison of two trees of arrays in memory, bit for bit and against a reference."""

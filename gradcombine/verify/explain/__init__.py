@@ -1,1 +1,1 @@
-"""Explanation of a result: the order of additions, precision and scaling that made it."""
+"""Explanation of a result: the order of additions, precision and scaling that reproduce its bits."""
