@@ -75,7 +75,7 @@ class Measured(NamedTuple):
 
 def groups() -> Iterator[Group]:
     """All measured groups."""
-    from benchmarks import digests, jax_steps, tensorflow_steps
+    from benchmarks import digests, eager, jax_steps, tensorflow_steps
 
     leaves, elements = 120, 2**17
     adam = f"Adam, a window of 8, {leaves} x {elements:,}"
@@ -116,6 +116,12 @@ def groups() -> Iterator[Group]:
             f"{name}: sum of 8 arrays of 25M",
             lambda framework=framework: tensorflow_steps.sums(framework, 25_000_000)[1],
             tuple(Row(own[3:], own, peer, 1.05) for own, peer in zip(("gc.add_n", "gc.tree_sum"), peers, strict=True)),
+        )
+    for count in (1, 20, 100, 1000):
+        yield Group(
+            f"NumPy, eager: {count} x 8",
+            lambda count=count: eager.updates(count),
+            (Row("update", eager.FAST, eager.ADDITIONS), Row("update, exact", eager.EXACT, eager.FAST, 10)),
         )
     for way in ("JAX jit", "tf.function", "tf.function, XLA"):
         yield Group(

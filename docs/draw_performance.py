@@ -22,7 +22,7 @@ THEMES = {
 }
 WIDTH, EDGE, TITLE, ROW = 480, 8, 30, 44
 """Sizes in pixels: the width, narrow enough for a phone, the margin, and the heights of a title and of a row."""
-LEAST, MOST = 1 / 32, 2
+LEAST, MOST = 1 / 32, 64
 """Ends of the logarithmic axis."""
 
 
