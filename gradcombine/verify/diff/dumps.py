@@ -168,6 +168,10 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
                 raise
             yield unread(name, "a dangling link, or one that leads to itself")
             continue
+        if not isinstance(link, h5py.HardLink) and not _is_beside(Path(node.file.filename), path):
+            # A soft link can pass through an external one.
+            yield unread(name, f"a link to another file, {node.file.filename}, which is elsewhere")
+            continue
         if isinstance(node, h5py.Dataset):
             yield _hdf5_entry(name, node)
         elif not isinstance(node, h5py.Group):

@@ -60,6 +60,8 @@ def hdf5(path: Path) -> Path:
         file["itself"] = h5py.SoftLink("/itself")
         file["round"] = h5py.ExternalLink("a.h5", "/round")
         file["stranger's"] = h5py.ExternalLink(str(outside(path)), "/w")
+        file["outside"] = h5py.ExternalLink(str(outside(path)), "/")
+        file["through"] = h5py.SoftLink("/outside/w")
         file.create_group("/g" * 3_000)
         file.create_dataset("unwritten", (10**12,), "f4", chunks=(10**6,))
     return path / "a.h5"
@@ -88,7 +90,7 @@ def orbax(path: Path) -> Path:
 LEFT_OUT = {
     npz: {"objects", "text", "float8", "record", "day", "settings.json"},
     hdf5: {"text", "empty", "record", "opaque", "type", "lost", "elsewhere", "group/circle", "unwritten"}
-    | {"itself", "round", "stranger's", "/".join("g" * 101)},
+    | {"itself", "round", "stranger's", "outside", "through", "/".join("g" * 101)},
     safetensors: {"float4"},
     tensorflow: {"text"},
     orbax: {"text", "x/y", "x.y"},
