@@ -39,7 +39,7 @@ class Sides:
 @traced_quickly((str(QUICK_NAMES),))  # the bits of the others have quick tests of their own
 @unrolled
 @NAMES
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=contributions(3, EXACT, EXACT_WEIGHTS), rounded=contributions(3, FLOATS, WEIGHTS))
 def test_all_laws(mode: modes.Mode, names: tuple[str, ...], data: Any, rounded: Any) -> None:
     """Addition of floats is not associative; every other law holds to the bit under rounding too."""
