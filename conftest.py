@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import gradcombine.verify  # noqa: F401  # binds its functions before pytest imports the packages of the same names
+
 REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
 """Frameworks whose tests may not be left out."""
 
