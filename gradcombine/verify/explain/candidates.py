@@ -121,18 +121,18 @@ def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Se
       weights: one per tree, or None.
       ranks: the numbers of replicas that may have held them.
     """
-    own = dtypes_of(trees)
+    dtypes = dtypes_of(trees)
     known = dict(orders(len(trees), ranks))
     common = [np.dtype(x) for x in ACCUMULATORS]
-    for dtype in [*common, *sorted(own - set(common), key=str)]:
+    for dtype in [*common, *sorted(dtypes - set(common), key=str)]:
         cast = [as_dtype(x, dtype) for x in trees]
         for name, order in known.items():
             if dtype not in common and name.startswith("in a ring"):
                 continue  # TensorFlow's ring does not support such dtypes
             for scaling, run in scaled(order, cast, weights, dtype):
                 yield Candidate(name, str(dtype), scaling, run)
-    wide = np.dtype(np.float64) in own
-    if not own <= set(common):
+    wide = np.dtype(np.float64) in dtypes
+    if not dtypes <= set(common):
         # Narrower dtypes are exactly representable in float32.
         trees = [as_dtype(x, np.dtype(np.float64 if wide else np.float32)) for x in trees]
     yield from _precise(trees, weights)

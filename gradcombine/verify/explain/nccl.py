@@ -157,9 +157,9 @@ def nccl_candidates(
     trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]
 ) -> Iterator[Candidate]:
     """Candidates for sums over PyTorch processes. The arguments are those of `candidates`, with 2 ranks or more."""
-    own = dtypes_of(trees)
+    dtypes = dtypes_of(trees)
     # Additions are rounded to the dtype that is sent: the gradients' dtype, or float32 for narrower ones.
-    sent = own | {np.dtype(np.float32)} if np.dtype(np.float64) not in own else own
+    sent = dtypes | {np.dtype(np.float32)} if np.dtype(np.float64) not in dtypes else dtypes
     for number, how, split in splits(len(trees), ranks):
         over = f"over {number} ranks{how}"
         for dtype in sorted(sent, key=str):

@@ -67,7 +67,7 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         matches = self.matches
         if not self.elements:
-            return f"all {len(self.verdicts)} known orders give this result: it cannot be said which one made it"
+            return f"all {len(self.verdicts)} known orders give this result, so it does not show which one was used"
         if matches:
             lines = [f"the result is, to the bit: {matches[0].candidate}"]
             lines += [f"  and also: {verdict.candidate}" for verdict in matches[1:LISTED]]
@@ -75,12 +75,12 @@ class Explanation(NamedTuple):
         else:
             nearest = self.verdicts[0]
             lines = [
-                f"no known order gives this result; the nearest is: {nearest.candidate} "
+                f"no known order gives this result; the closest is: {nearest.candidate} "
                 f"({nearest.share:.1%} of the elements equal, the largest distance {nearest.max_ulp:,} ulp)"
             ]
         if self.uninformative:
             names = [name or "(root)" for name in self.uninformative]
-            lines.append(f"  uninformative leaves, which all candidates give: {listed(names, LISTED)}")
+            lines.append(f"  uninformative leaves, which all candidates reproduce: {listed(names, LISTED)}")
         return "\n".join(lines)
 
 

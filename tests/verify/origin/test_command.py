@@ -64,6 +64,6 @@ def test_what_explains_nothing_does_not_pass(tmp_path: Path) -> None:
     np.savez(tmp_path / "empty.npz")
     zeros, empty = tmp_path / "zeros.npz", tmp_path / "empty.npz"
     code, output = run(zeros, zeros, zeros, "--result", zeros)
-    assert code == 1 and "it cannot be said which one made it" in output
+    assert code == 1 and "it does not show which one was used" in output
     code, output = run(zeros, zeros, "--result", empty)
     assert code == 2 and "one element or more in the result" in output
