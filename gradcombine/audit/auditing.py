@@ -188,7 +188,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
 
 def _optimized(path: Path, text: str) -> Program:
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise invalid("optimized HLO, as XLA has it after all passes", f"{path}, not scheduled")
+        raise invalid("optimized HLO, printed after all passes of XLA", f"{path}, which is not scheduled")
     return read_program(text, str(path))
 
 

@@ -109,12 +109,9 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
 
     device = target.devices[0]
     stablehlo = foreign(KNOWN, name, module)
-    executable: Any = _compiled(target, compiled)
-
-    def contents() -> tuple[str, Any]:
-        return executable.hlo_modules()[0].to_string(), executable.get_compiled_memory_stats()
-
-    text, sizes = foreign(KNOWN, name, contents)
+    executable = _compiled(target, compiled)
+    text = foreign(KNOWN, name, lambda: executable.hlo_modules()[0].to_string())
+    sizes = foreign(KNOWN, name, executable.get_compiled_memory_stats)
     return Built(read_program(text, name, lines), _memory(sizes, target))
 
 
@@ -193,7 +190,7 @@ def _placed(x: Any, target: Target) -> Any:
         host = "pinned_host" if sharding.memory_kind == "pinned_host" else None
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=host)
     elif sharding is not None and len(sharding.device_set) > 1:
-        raise invalid("arguments that are split over devices by a NamedSharding", shown(sharding))
+        raise invalid("arguments that are sharded by a NamedSharding", shown(sharding))
     else:
         sharding = None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))

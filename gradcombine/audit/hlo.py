@@ -136,7 +136,7 @@ class Module:
             elif table and (row := re.match(r"(\d+) (.*)", line)):
                 self._tables.setdefault(table, {})[int(row[1])] = row[2]
         if current or self.entry not in self.roots:
-            raise invalid("HLO with a whole ENTRY computation", f"{self.name}, cut off")
+            raise invalid("HLO with a complete ENTRY computation", f"{self.name}, truncated")
 
     @cached_property
     def partitions(self) -> int:
@@ -241,7 +241,7 @@ def groups(attributes: str) -> list[Device]:
         chosen = re.findall(r"'?([\w.\-]+)'?(?:,|$)", match[3])
         ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", match[2])
         if (match[2].strip() and not ids) or not set(chosen) <= set(names):
-            raise invalid("groups of whole axes of a mesh", match[0])
+            raise invalid("groups of full mesh axes", match[0])
         order = iota(numbers(ids[1]), ids[2]) if ids else iota(tuple(lengths))
         rest = [i for i, name in enumerate(names) if name not in chosen]
         order = order.reshape(lengths).transpose(rest + [names.index(name) for name in chosen])
@@ -298,7 +298,7 @@ def _balanced(text: str) -> tuple[str, str]:
         depth += 0 if quoted else {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0 and not quoted:
             return text[: match.end()], text[match.end() :]
-    raise invalid("HLO with whole lines", text[:80])
+    raise invalid("HLO with balanced parentheses", text[:80])
 
 
 def numbers(text: str) -> tuple[int, ...]:

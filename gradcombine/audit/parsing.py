@@ -46,7 +46,7 @@ def _fields(content: bytes) -> Iterator[bytes]:
         size, start = _varint(content, position) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], position)
         position = start + (size if tag & 7 else 0)
         if position > len(content):
-            raise ValueError("the file is cut off")
+            raise ValueError("the file is truncated")
         yield content[start:position]
 
 
@@ -58,7 +58,7 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
         shift, position = shift + 7, position + 1
         if content[position - 1] < 128:
             return value, position
-    raise ValueError("the file is cut off")
+    raise ValueError("the file is truncated")
 
 
 def parse_apart(contents: Iterable[bytes]) -> Iterator[str]:

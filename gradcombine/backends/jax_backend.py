@@ -122,7 +122,7 @@ class JaxBackend(Backend):
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         if array.dtype.name.startswith("float6_"):
-            raise invalid("a dtype of whole bytes, or of 4 bits", array.dtype)
+            raise invalid("a dtype of 4 bits or of bytes", array.dtype)
         parts = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
         return lax.bitcast_convert_type(parts, dtype)
 

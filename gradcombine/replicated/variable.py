@@ -363,7 +363,7 @@ def applied(
             return component
         dtype = backend.dtype(component)
         if write is not replace and dtypes.kind(dtype) not in ("float", "complex", "integer"):
-            raise invalid("a variable of numbers", dtype, path)
+            raise invalid("a numeric variable", dtype, path)
         return write(backend, backend.asarray(component), backend.cast(backend.asarray(value), dtype))
 
     new = [leaf(*row) for row in zip(into.leaves, values, into.paths(), strict=True)]

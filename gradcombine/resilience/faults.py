@@ -157,7 +157,7 @@ def require_none(faults: Faults, values: Tree = None) -> None:
     """
     backend = _require_faults(faults)
     table = backend.concrete(backend.asarray(faults.table))
-    table = require_given("a table whose values are known", table, "a traced one")
+    table = require_given("a table with concrete values", table, "a traced one")
     paths = list(tree.flatten(values)[1].paths()) if values is not None else []
 
     def description(kind: str, code: int) -> str:

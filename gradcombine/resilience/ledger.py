@@ -138,7 +138,7 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     """
     count = valid("replicas", replicas)
     holders: list[list[int]] = [[]] * count if held is None else _numbers("what each replica holds", held)
-    require_equal("what each of {} replicas holds", count, len(holders))
+    require_equal("held with {} lists, one per replica", count, len(holders))
     (wanted,) = _numbers("numbers to deal", [numbers])
     counts = Counter([*wanted, *chain.from_iterable(holders)])
     if duplicates := [number for number, count in counts.items() if count > 1]:
@@ -235,7 +235,7 @@ def _merge_in_logical_order(
 def _numbers(expected: str, parts: Iterable[Iterable[int]]) -> list[list[int]]:
     """Checks that ``parts`` are iterables of non-negative integers; returns them as lists."""
     listed = [require_items(expected, part) for part in require_items(expected, parts)]
-    return [[require_integer("numbers from 0", number, lowest=0) for number in part] for part in listed]
+    return [[require_integer("numbers of 0 or more", number, lowest=0) for number in part] for part in listed]
 
 
 def _locations(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
@@ -268,7 +268,7 @@ def ledgers_in(state: State) -> list[tuple[NumberedState, Array | None]]:
 def _counts(node: NumberedState, filled: Array | None) -> np.ndarray:
     backend = resolve([node.counts])
     counts = backend.concrete(backend.asarray(node.counts))
-    counts = require_given("a ledger whose values are known", counts, "a traced one", ".counts")
+    counts = require_given("a ledger with concrete values", counts, "a traced one", ".counts")
     if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
         raise invalid("a ledger of integers, one per microbatch", f"{counts.dtype} of shape {counts.shape}", ".counts")
     if filled is None:

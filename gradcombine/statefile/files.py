@@ -263,7 +263,7 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
     indices = {leaf.path: i for i, leaf in enumerate(header.leaves)}
     present = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
     if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in present}:
-        raise invalid("the arrays that the header names", "others")
+        raise invalid("the arrays that the header names", "other arrays")
 
     def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
         index = indices[path]
@@ -275,7 +275,7 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
         require_equal("{} in the file", f"{dtype}{shape}", f"{entry.dtype}{entry.shape}", path)
         stored = entry.whole()
         if container.digest(stored) != header.leaves[index].sha256[rank]:
-            raise invalid("bytes that match their checksum", "others: damaged", path)
+            raise invalid("bytes that match their checksum", "a mismatch: the file is damaged", path)
         return container.from_stored(stored, *described)
 
     return [[array(rank, *leaf) for leaf in wanted.leaves.items()] for rank in range(header.replicas)]

@@ -80,11 +80,11 @@ def decode(text: str) -> Header:
     """
     digest, _, body = text.partition("\n")
     if _digest(body) != digest:
-        raise invalid("a header that matches its checksum", "another one: the file is damaged")
+        raise invalid("a header that matches its checksum", "a mismatch: the file is damaged")
     fields = _of(dict, json.loads(body))
     version = fields.get("version")
     if fields.get("format") != FORMAT:
-        raise invalid(f"the format {FORMAT!r}", "another one")
+        raise invalid(f"the format {FORMAT!r}", "another format")
     if version not in (2, VERSION):
         written = f"version {version!r}, written by gradcombine {fields.get('gradcombine')!r}"
         raise invalid(f"version {VERSION} of the format", written)
@@ -185,7 +185,7 @@ def value_of(leaf: Any, path: str) -> Any:
         return None
     backend = owner(leaf)
     assert backend is not None
-    expected = "an array whose value this process has"
+    expected = "an array whose value is available in this process"
     with translate_errors(expected, RuntimeError, path=path):
         value = backend.concrete(backend.asarray(leaf))
     array = load("numpy").asarray(require_given(expected, value, "a traced one", path))

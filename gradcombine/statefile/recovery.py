@@ -185,8 +185,7 @@ def _is_saved(path: Path, begun: Tree) -> bool:
     (ours, structure), theirs = (tree.flatten(on_host(x)) for x in (begun, stored))
     for leaf_path, x, y in zip(structure.paths(), ours, theirs[0], strict=True):
         if x is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
-            expected = f"the bits with which another process has begun this window, in {path.name}"
-            raise invalid(expected, "others", leaf_path)
+            raise invalid(f"the bits that another process saved in {path.name}", "other bits", leaf_path)
     return True
 
 

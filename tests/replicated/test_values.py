@@ -160,5 +160,5 @@ def test_what_is_not_a_state() -> None:
     with pytest.raises(gc.GradCombineError, match="None, as in the value passed to init"):
         variable.assign(variable.init(None), np.float32([1, 2]))
     flag, made = _made("only_first_replica", "on_write", np.bool_(True))
-    with pytest.raises(gc.GradCombineError, match="a variable of numbers"):
+    with pytest.raises(gc.GradCombineError, match="a numeric variable"):
         flag.assign_add(made, np.array([True, False]))

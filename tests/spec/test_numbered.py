@@ -137,7 +137,7 @@ def test_dealing_is_even_and_keeps_neighbours_together() -> None:
             ledger.deal(bad, 2)
     with pytest.raises(GradCombineError, match="several of 3"):
         ledger.deal([3], 1, held=[[3]])
-    with pytest.raises(GradCombineError, match="what each of 2 replicas holds, received 1"):
+    with pytest.raises(GradCombineError, match="held with 2 lists, one per replica, received 1"):
         ledger.deal([3], 2, held=[[4]])
 
 

@@ -167,7 +167,7 @@ def test_compressed_entries_are_refused_before_they_are_unpacked(whole: Path) ->
 @pytest.mark.parametrize("whole", [".npz"], indirect=True)
 def test_another_format_says_so(whole: Path) -> None:
     rewritten(whole, lambda entries, fields: fields.update(format="another"))
-    with pytest.raises(gc.GradCombineError, match="expected the format 'gradcombine state', received another one"):
+    with pytest.raises(gc.GradCombineError, match="expected the format 'gradcombine state', received another format"):
         statefile.inspect(whole)
 
 

@@ -132,7 +132,7 @@ def test_64_bits_need_a_jax_that_has_them(tmp_path: Path) -> None:
 
 def test_values_that_are_traced_are_refused(tmp_path: Path) -> None:
     mean, path = reductions.mean(), tmp_path / "a.npz"
-    message = "expected an array whose value this process has, received a traced one"
+    message = "expected an array whose value is available in this process, received a traced one"
     with pytest.raises(gc.GradCombineError, match=message):
         jax.jit(lambda x: statefile.save(path, mean, mean.init(x)._replace(weight=x[0])))(jnp.zeros(2))
     with pytest.raises(gc.GradCombineError, match=message):

@@ -155,7 +155,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GradCombineError, match=r"expected a window that begin_window has begun, received 0"):
         statefile.save_part(tmp_path, 0, 0, MEAN, part(0))
     statefile.begin_window(tmp_path, 0, START)
-    with pytest.raises(GradCombineError, match=r"leaf \['w'\]: expected the bits with which another process"):
+    with pytest.raises(GradCombineError, match=r"leaf \['w'\]: expected the bits that another process saved"):
         statefile.begin_window(tmp_path, 0, {"w": np.float32([0, 0, -0.0])})
     plain = reductions.mean()
     with pytest.raises(GradCombineError, match="ledger"):

@@ -201,7 +201,7 @@ class Inlined:
         named = dict[str, tuple[Operation, dict[str, int]]]()
         for node in nodes:
             if node.op in FLOW_V1:
-                raise invalid("a graph whose loops and branches are functions (While, If)", node.op)
+                raise invalid("a graph with functional control flow (While, If)", node.op)
             x, starts = Operation(node, site), dict[str, int]()
             shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
             for argument in self._definition(node.op).output_arg:

@@ -412,5 +412,5 @@ def test_a_function_of_a_graph_with_control_flow_of_version_1() -> None:
             tf.while_loop(lambda i: i < 3, lambda i: i + 1, (0,))
         finally:
             tf.compat.v1.enable_control_flow_v2()
-    with pytest.raises(GradCombineError, match="whose loops and branches are functions"):
+    with pytest.raises(GradCombineError, match="a graph with functional control flow"):
         Graph("old", graph.as_graph_def(add_shapes=True))
