@@ -307,8 +307,8 @@ def main(
         "precision",
         "state",
         "call",
-        "one replica hands in",
-        f"receives, of {REPLICAS} replicas",
+        "bytes in each collective",
+        f"received, for {REPLICAS} replicas",
         title="Bytes per float32 element",
     )
     errors = Table(
