@@ -36,7 +36,8 @@ def linear(standard: StepStandard, case: Case) -> Iterator[Answer]:
         predicted = combined(np.array([a for a, _ in used]), [floats for _, floats in used])
         return accounts_for(standard, case, predicted, float(np.abs(x).sum()), leaves)
 
-    scope = "" if len(leaves) == len(standard.names) else f"; seen in the {len(leaves)} leaves that are means"
+    count, total = len(leaves), len(standard.names)
+    scope = "" if count == total else f"; seen in the leaves that are means: {count} of {total}"
     for cause, detail, x in _combinations(standard, case, c):
         if accounts(x):
             yield cause, detail + scope
@@ -174,7 +175,7 @@ def _levels(
             factors = [float(np.mean(r[(p > 0) & real])) for p in pieces]
             factors = [a if abs(a) > 2.0**-20 * max(map(abs, factors)) else 0.0 for a in factors]
             exact = np.where(real, c * sum(a * (p > 0) for a, p in zip(factors, pieces, strict=True)), 0)
-            text = f"the microbatches' weights are multiplied by {', '.join(f'{a:.4g}' for a in factors)}"
+            text = f"the right weights are multiplied by {', '.join(f'{a:.4g}' for a in factors)}"
             if np.ptp(factors) > 2.0**-20 * max(factors) and _same_reversed(standard, case, c, factors, pieces):
                 yield Cause.BY_PLACE, f"{text}, also with the examples reversed{split_by(name)}", exact
             cause = Cause.COEFFICIENTS if all(factors) else Cause.LOST

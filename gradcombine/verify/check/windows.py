@@ -236,9 +236,10 @@ class Windows:
         if changes_each != changes_mean and by_size:
             text = "small gradients are combined differently"
             return Cause.CHANGED_BEFORE if changes_each else Cause.CHANGED_MEAN, w, text
+        distance = f"{self.share:.3g} times the float32 bound"
         if all(self._share(v, reached[v], self._combined(v), rounding_unit(NARROW[0])) <= 1 for v in range(2)):
-            return Cause.PRECISION, w, f"within 16-bit rounding, but {self.share:.3g} times the float32 bound"
-        return Cause.UNEXPLAINED, w, f"{self.share:.3g} times the float32 bound from any linear combination"
+            return Cause.PRECISION, w, f"the error is within 16-bit rounding, but {distance}"
+        return Cause.UNEXPLAINED, w, f"{distance} from any linear combination"
 
     def _leaks(self, w: int, later: int) -> bool:
         return bool(np.any(self._responses[w][:, later] != 0))
@@ -249,8 +250,8 @@ class Windows:
         n, ends = len(outcomes), [i for i, x in enumerate(after, 1) if x.calls]
         if not outcomes[-1].calls:
             leaks = self._leaks(2, 3) or (ends and ends[0] < len(after))
-            where = f"; the next update came after microbatch {ends[0]}" if ends else ""
-            yield Cause.LEAKS if leaks else Cause.PARTIAL_DROPPED, 2, f"of {n} microbatches" + where
+            text = f"; the next update is after microbatch {ends[0]} of the next window" if ends else ""
+            yield Cause.LEAKS if leaks else Cause.PARTIAL_DROPPED, 2, f"it has {n} microbatches" + text
             return
         yield from _timing(3, after)
         full, part = self._coefficients(0), self._coefficients(2)
@@ -277,9 +278,8 @@ def _timing(w: int, outcomes: Sequence[Outcome]) -> Iterator[Answer]:
     early, moved = sum(calls[:-1]), [i for i, x in enumerate(outcomes[:-1], 1) if x.moved]
     if calls[-1] == 0 or (early and moved):
         ran = [i for i, count in enumerate(calls, 1) if count]
-        where = f"first ran after microbatch {ran[0]}" if ran else "did not run"
-        yield Cause.WINDOW, w, f"of {n} microbatches: it {where}"
+        yield Cause.WINDOW, w, f"it first runs after microbatch {ran[0]} of {n}" if ran else "it does not run"
     elif moved:
-        yield Cause.MOVED, w, f"at microbatch {moved[0]} of {n}, where the inner optimizer did not run"
+        yield Cause.MOVED, w, f"at microbatch {moved[0]} of {n}, where the inner optimizer does not run"
     elif early or calls[-1] > 1:
-        yield Cause.COUNTED, w, f"its count grew by {sum(calls)} in a window of {n} microbatches"
+        yield Cause.COUNTED, w, f"its count grows by {sum(calls)} in a window of {n} microbatches"
