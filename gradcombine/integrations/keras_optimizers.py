@@ -16,8 +16,8 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
     """Yields an optimizer and all optimizers inside it: of a MultiOptimizer, or of a LossScaleOptimizer."""
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
-    for one in [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]:
-        yield from with_inner(one)
+    for nested in [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]:
+        yield from with_inner(nested)
 
 
 def has_several(optimizer: Any) -> bool:

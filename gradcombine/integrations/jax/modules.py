@@ -24,7 +24,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.types import Tree
 
-MODULE_REST = "__opened_module__"
+MODULE_REST = "__module_rest__"
 """Keyword argument that passes a module, without its parameters, to its loss."""
 
 
