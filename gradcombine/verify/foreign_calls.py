@@ -39,7 +39,8 @@ def within_seconds(seconds: float | None, late: GradCombineError) -> Generator[N
     def over(*_: Any) -> None:
         raise _LateError
 
-    handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds)
+    # The alarm repeats: Python ignores exceptions in finalizers and callbacks, and the body may catch one.
+    handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
     except _LateError:
