@@ -1,4 +1,4 @@
-"""Settings that must be made before a framework starts: made here, once, for all tests and doctests."""
+"""Configures JAX, TensorFlow and Hypothesis for all tests and doctests, before a framework is imported."""
 
 import os
 
@@ -20,7 +20,7 @@ from hypothesis import settings
 import gradcombine.verify  # noqa: F401  # binds its functions before pytest imports the packages of the same names
 
 REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
-"""Frameworks whose tests may not be left out."""
+"""Frameworks whose tests must run: if one is missing, they fail instead of being skipped."""
 
 FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "orbax", "safetensors", "sklearn", "torch")
 INSTALLED = frozenset(name for name in FRAMEWORKS if importlib.util.find_spec(name))
@@ -52,7 +52,7 @@ NEEDED_AT_IMPORT = {
     "examples/port_torch_to_flax.py": {"torch"},
     "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }
-"""Files that import a framework as they are collected, by the beginnings of their paths."""
+"""Path prefixes of the files that import frameworks when they are collected."""
 
 pytest_plugins = ["tests.spec.closing"]
 
@@ -70,13 +70,13 @@ CHEAP = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Options of XLA for the JAX programs of all other files, in both tiers."""
+"""XLA options for the JAX programs of all other files, in both tiers."""
 
 QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
-"""XLA's options for the quick tier: a third less time to compile, and the bits that the tests assert."""
+"""XLA options for the quick tier: compile a third faster and keep the bits that the tests assert."""
 
 MOST_MEMORY = 2 * 2**30
-"""By how many bytes a test process grows before it forgets what it has compiled."""
+"""Growth of a test process, in bytes, after which it clears JAX's caches."""
 
 _kept = 2**30
 _cheap = False
@@ -86,11 +86,11 @@ settings.load_profile("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up the frameworks, but for a process of pytest-xdist that runs no test itself."""
-    hands_out = config.getoption("tx", None) and config.getoption("dist") != "no"
-    if hands_out and not hasattr(config, "workerinput"):
+    """Configures the frameworks, except in the controller of pytest-xdist, which runs no tests."""
+    distributes = config.getoption("tx", None) and config.getoption("dist") != "no"
+    if distributes and not hasattr(config, "workerinput"):
         return
-    gc.disable()  # until all is imported and collected: none of it is garbage
+    gc.disable()  # until collection ends: imported modules and tests are no garbage
     if "not full" in config.option.markexpr:
         os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {os.environ['XLA_FLAGS']}"
     if "jax" in INSTALLED:
@@ -107,13 +107,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look at the frameworks and the tests again and again."""
+    """Keeps the garbage collector from traversing the frameworks and the tests in each collection."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out a file that imports what is not installed, unless GRADCOMBINE_REQUIRE names it."""
+    """Ignores files that import a missing framework, unless GRADCOMBINE_REQUIRE names it."""
     path = collection_path.relative_to(config.rootpath).as_posix() if collection_path.is_file() else ""
     needed = (names for start, names in NEEDED_AT_IMPORT.items() if path.startswith(start))
     return True if any(names - INSTALLED - REQUIRED for names in needed) else None
@@ -121,9 +121,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_memory() -> Iterator[None]:
-    """Drops what JAX has compiled each time it has come to take gigabytes; several workers share a machine.
+    """Clears JAX's caches whenever the process has grown by gigabytes, as several workers share a machine.
 
-    What stays, as TensorFlow's graphs do, is not looked for again: a collection of all objects takes ten seconds.
+    Objects that survive, such as TensorFlow's graphs, are frozen: a full collection takes ten seconds.
     """
     yield
     global _kept
@@ -133,14 +133,14 @@ def _little_memory() -> Iterator[None]:
         jax.clear_caches()
         gc.collect()
         gc.freeze()
-        with suppress(AttributeError, OSError, TypeError):  # of glibc: what compilers have freed stays in its arenas
+        with suppress(AttributeError, OSError, TypeError):  # glibc only: its arenas keep memory that compilers freed
             ctypes.CDLL(None).malloc_trim(0)
         _kept = _resident_bytes()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _cheaply(request: pytest.FixtureRequest) -> None:
-    """Chooses XLA's options for the programs of a file; files of different options share no program."""
+    """Selects the XLA options of a file; clears the caches when they change, so that no compiled program is reused."""
     global _cheap
     path = request.path.relative_to(request.config.rootpath).as_posix()
     cheap = not path.startswith(AS_USERS_DO)
@@ -152,22 +152,22 @@ def _cheaply(request: pytest.FixtureRequest) -> None:
 
 
 def _offer_cheap_programs() -> None:
-    from jax._src import compiler  # jit has an option for it, which the steps under test do not pass on
+    from jax._src import compiler  # private: jit takes compiler options, but the steps under test do not forward them
 
-    as_users_do = compiler.get_compile_options
+    original = compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
-        made = as_users_do(*args, **kwargs)
+        compile_options = original(*args, **kwargs)
         if _cheap:
-            made.env_option_overrides = [*made.env_option_overrides, *CHEAP.items()]
-        return made
+            compile_options.env_option_overrides = [*compile_options.env_option_overrides, *CHEAP.items()]
+        return compile_options
 
     compiler.get_compile_options = options
 
 
 @pytest.fixture
 def as_users_do() -> Iterator[None]:
-    """Shapes and dtypes are converted as JAX does by default."""
+    """Allows implicit rank and dtype promotion, as JAX does by default."""
     import jax
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -180,7 +180,7 @@ def _resident_bytes() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips a test that needs a framework which is not installed, unless GRADCOMBINE_REQUIRE names it."""
+    """Skips tests that need a missing framework, unless GRADCOMBINE_REQUIRE names it."""
     for item in items:
         missing = {name for needed in item.iter_markers("needs") for name in needed.args} - INSTALLED - REQUIRED
         if missing:

@@ -1,4 +1,4 @@
-"""The gate on ratios of times: what it finds worse, by a clock that the calls themselves move."""
+"""The gate on ratios of times, measured with a fake clock that the calls advance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW = gate.Row("a sum", "ours", "theirs")
 
 @pytest.fixture
 def lasting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., gate.Call]:
-    """Makes calls that take these seconds in turn; reading the clock takes some too, so that waiting for it ends."""
+    """Makes calls whose durations cycle through ``seconds``; reading the clock advances it too, so that waits end."""
     now = [0.0]
 
     def read() -> float:
@@ -23,10 +23,10 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., gate.Call]:
         return now[0]
 
     def make(*seconds: float) -> gate.Call:
-        turns = cycle(seconds)
+        durations = cycle(seconds)
 
         def call() -> None:
-            now[0] += next(turns)
+            now[0] += next(durations)
 
         return call
 
@@ -36,8 +36,8 @@ def lasting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., gate.Call]:
 
 @pytest.mark.parametrize("peer", [0.25, 1e-3])
 def test_a_ratio_is_of_one_call_however_often_a_turn_repeats_it(lasting: Callable[..., gate.Call], peer: float) -> None:
-    found = gate.measure({"ours": lasting(0.125), "theirs": lasting(peer)}, [ROW], 15)[ROW]
-    assert found == pytest.approx([0.125 / peer] * 4, rel=0.01)
+    measured = gate.measure({"ours": lasting(0.125), "theirs": lasting(peer)}, [ROW], 15)[ROW]
+    assert measured == pytest.approx([0.125 / peer] * 4, rel=0.01)
 
 
 @pytest.mark.parametrize(("plant", "worse"), [(1, False), (1.05, False), (1.5, True)])
@@ -50,7 +50,7 @@ def test_a_planted_slowdown_is_worse_and_what_lies_within_the_margin_is_not(
 
 
 def test_noise_alone_is_not_worse(lasting: Callable[..., gate.Call]) -> None:
-    """Half of the turns take three times as long on either side, so that medians may be anything between."""
+    """Every second call takes three times as long, so the median may lie anywhere between the two durations."""
     steady = gate.measure({"ours": lasting(0.06), "theirs": lasting(0.06)}, [ROW], 15)[ROW]
     noisy = gate.measure({"ours": lasting(0.06, 0.18), "theirs": lasting(0.06)}, [ROW], 15)[ROW]
     assert noisy.ratio >= 1 and not gate.is_worse(noisy, steady)
@@ -58,9 +58,9 @@ def test_noise_alone_is_not_worse(lasting: Callable[..., gate.Call]) -> None:
 
 @pytest.mark.parametrize("count", [5, 6, 9, 15, 30])
 def test_the_interval_of_a_median_has_95_percent(count: int) -> None:
-    """Of all ways in which the values lie on either side of the true median, counted."""
+    """Counts all ways in which the values can lie below or above the true median."""
     low, high = gate.interval(range(count))
-    if count > 5:  # too few values leave their whole range
+    if count > 5:  # of five values or fewer, even the full range has less than 95 percent
         inside = [n for n in range(count + 1) if low < n <= high]  # n values lie below the true median
         assert sum(_ways(count, n) for n in inside) >= 0.95 * 2**count
         assert sum(_ways(count, n) for n in inside[1:-1]) < 0.95 * 2**count

@@ -1,4 +1,4 @@
-"""Listings of the README and of pages that begin with one run as they stand, and print what they say."""
+"""The listings of the README and the pages run unchanged and print what their comments say; pages keep to the style."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = (
     "docs/tasks.md",
 )
 PROGRAMS = ("docs/audit.md", "docs/plan.md", "docs/state_files.md", "docs/verification.md")
-"""Pages whose listings go on with what the ones before them made."""
+"""Pages whose listings continue each other, so that a page runs as one program."""
 
 
 def listings(page: str) -> list[str]:
@@ -46,11 +46,11 @@ def test_a_listing_prints_what_it_says(
     script = tmp_path / "listing.py"
     script.write_text(listing)
     monkeypatch.chdir(tmp_path)
-    said = re.findall(r"^print\(.*\)  # -> (.*)$", listing, re.M)
+    expected = re.findall(r"^print\(.*\)  # -> (.*)$", listing, re.M)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have them
         runpy.run_path(str(script))
-    assert capsys.readouterr().out.splitlines() == said
-    assert said or "assert " in listing
+    assert capsys.readouterr().out.splitlines() == expected
+    assert expected or "assert " in listing
 
 
 @pytest.mark.parametrize("name", ["algebra", "losses", "performance", "wires"])
@@ -74,17 +74,17 @@ STRANGE = re.compile(
     r"|whoever|whichever)\b",
     re.IGNORECASE,
 )
-"""Also not written where users read: say has, shows, fix, again, raises or rejects, iteration, any."""
+"""Words that pages and messages avoid; write report or show, fix, again, raise or reject, iteration, any."""
 
 
 def prose(path: Path) -> str:
-    """The text of a page without listings, code and the targets of links."""
+    """The text of a page without listings, code spans and link targets."""
     text = re.sub(r"^(```+|:::+)(?!\{glossary).*?^\1 *$", "", path.read_text(), flags=re.S | re.M)
     return re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
 
 
 def messages(path: Path) -> str:
-    """The string literals of a module but its docstrings."""
+    """The string literals of a module, without its docstrings."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     docstrings = {id(x.value) for x in nodes if isinstance(x, ast.Expr)}
     strings = (x for x in nodes if isinstance(x, ast.Constant) and id(x) not in docstrings)
@@ -102,14 +102,14 @@ def test_pages_and_messages_use_the_words_of_the_field() -> None:
 
 WORD = re.compile(r"\S*[A-Za-z]\S*")
 GENERATED = re.compile(r"<!-- (?:table|ratios: begin) -->.*?<!-- (?:end of the table|ratios: end) -->", re.S)
-"""Tables that scripts write: of docs/field.md and docs/performance.md."""
+"""Generated tables, in docs/field.md and docs/performance.md."""
 
 
 def words(path: Path) -> int:
-    """The number of words that a page asks its reader to read.
+    """The number of words in a page; a code span is one word.
 
-    A code span is one word. Not counted are fenced blocks (listings, pictures, navigation, the glossary), targets of
-    links, comments, and tables that scripts write.
+    Fenced blocks (listings, pictures, navigation, the glossary), link targets, comments and generated tables are not
+    counted.
     """
     text = re.sub(r"^(```+|:::+).*?^\1 *$", "", GENERATED.sub("", path.read_text()), flags=re.S | re.M)
     text = re.sub(r"<!--.*?-->|<a id=[^>]*></a>|^\[\w+\]: \S+$", "", text, flags=re.S | re.M)

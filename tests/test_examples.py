@@ -1,4 +1,4 @@
-"""Every example runs in a process of its own, prints what it shows, and compiles steps in which nothing is found."""
+"""Every example runs in a separate process, prints its documented output, and compiles steps without audit findings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHOWS = {
 
 
 ARGUMENTS = {"tf_strategies.py": ["none"]}
-"""Without an argument it runs all strategies, which takes minutes."""
+"""Command lines; without one, tf_strategies.py runs all strategies, which takes minutes."""
 
 
 def needing(names: Iterable[str]) -> list[Any]:
@@ -78,21 +78,21 @@ AUDITED = (
     "tf_strategies.py",
     "migrate_jax.py",
 )
-"""Those that compile a step."""
+"""Examples that compile a step."""
 
 BESIDES: dict[str, Callable[[dict[str, Any]], object]] = {
     "jax_multi_process.py": lambda example: example["train"](1, 0),
     "survive_faults.py": lambda example: example["train"](tempfile.mkdtemp(), 1, 0, [0]),
     "tf_strategies.py": lambda example: example["replicated"](example["make_strategy"]("mirrored_2")),
 }
-"""What is to be audited and the script does elsewhere or not at all, of what it defines."""
+"""Calls of functions whose steps the script compiles in another process or not at all, so that they are audited."""
 
 IMPORTED = ("jax", "optax", "flax.linen", "tensorflow", "keras", "sklearn.datasets", "gradcombine.audit")
-"""Takes longer than most examples: imported once, in a process that runs nothing, and from which theirs are forked."""
+"""Modules that take longer to import than most examples to run: imported once, by the fork server."""
 
 
 def run_and_audit(name: str, printed: Path, judged: Path) -> None:
-    """Runs the script as Python does, printing to a file; writes what an audit says of the steps that it compiled."""
+    """Runs the script as ``__main__`` with its output in ``printed``; writes the audit of its steps to ``judged``."""
     import jax
     import tensorflow as tf
 
@@ -140,7 +140,7 @@ def test_an_example_runs_and_what_it_compiles_is_clean(name: str, forking: Any, 
     assert report["findings"] == []
     assert bool(report["reports"]) == (name in AUDITED)
     if name in AUDITED and name.startswith("tf_"):
-        # Once a window, and nothing beside it: the kernel and the bias of two layers, and what the metrics need.
+        # Once a window: kernel and bias of two layers, and the metrics.
         assert report["exchanges"] >= 4
 
 

@@ -1,4 +1,4 @@
-"""The notebooks run from a new kernel, and what their cells assert holds."""
+"""The notebooks run in a new kernel without a failing assertion, and are stored with their outputs."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ EXTRA = {
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
-    """By every door, and by the two ways to replicas that have none; what names it is an ImportError."""
+    """Every integration, `jax_axis` and `tf_replicas` raise an error that is an ImportError as well."""
     code = """if True:
     import importlib, sys
     import gradcombine as gc
@@ -57,11 +57,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     """
     command = [sys.executable, "-c", code, *EXTRA]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    told = dict(line.split("|") for line in done.stdout.splitlines())
+    messages = dict(line.split("|") for line in done.stdout.splitlines())
     extras = EXTRA | {"jax_axis": "jax", "tf_replicas": "tensorflow"}
-    assert told.keys() == extras.keys()
+    assert messages.keys() == extras.keys()
     for name, extra in extras.items():
-        assert f"expected what pip install 'gradcombine[{extra}]' installs, received no module " in told[name]
+        assert f"expected what pip install 'gradcombine[{extra}]' installs, received no module " in messages[name]
 
 
 def test_each_module_is_of_the_extra_that_installs_it() -> None:
@@ -71,7 +71,7 @@ def test_each_module_is_of_the_extra_that_installs_it() -> None:
 
 
 def test_what_the_readme_links_to_is_there_and_a_registrys_page_has_no_dead_link() -> None:
-    """By the substitutions of the build; `nox -s distributions` looks at what it built."""
+    """Applies the substitutions of the build; `nox -s distributions` checks the built page."""
     readme = Path("README.md").read_text()
     relative = re.compile(r"""(?:\]\(|src(?:set)?=")(?!https?:|#)([^)#"]+)""")
     paths = relative.findall(readme)
@@ -94,7 +94,7 @@ def test_public_functions_have_a_docstring_with_an_example(function: object) -> 
 
 
 def test_docstrings_name_their_objects() -> None:
-    """None begins with a pronoun, as "What is told" does; those of constants and attributes neither."""
+    """No docstring begins with a pronoun, including the ones below constants and attributes."""
     found = [
         f"{path}: {node.value.value}"
         for path in sources("gradcombine")

@@ -1,4 +1,4 @@
-"""The rules of a window, each on a host that is plain Python, with replicas that are a list."""
+"""The rules of an accumulation window, with a host and replicas in plain Python."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ def take(window: Window, state: Any) -> list[float]:
 
 @dataclass
 class Host:
-    """A host whose branch is Python's own, and which keeps account of what ran."""
+    """A host that branches with Python's ``if`` and records what it applied."""
 
     applied: list[list[float]] = field(default_factory=list)
 
@@ -38,7 +38,7 @@ class Host:
 
 
 class Two(Collective):
-    """Two replicas that have said the same, and of which the other one raised these flags."""
+    """Two replicas that hold the same arrays, or of which the other one contributes ``others`` to each sum."""
 
     def __init__(self, others: Sequence[int] = ()) -> None:
         self.others, self.exchanges = np.int32(others), 0
@@ -55,7 +55,7 @@ class Two(Collective):
 
 
 class Unknown:
-    """A NumPy flag that is not known while tracing, as those of compiled functions are."""
+    """A NumPy flag whose value counts as unknown, like a tracer."""
 
     def __new__(cls, value: bool) -> Any:
         return np.array(value).view(_Traced)
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
 
 def run(window: Window, steps: Sequence[Step]) -> tuple[Host, Any]:
-    """What the host applied, and the last state."""
+    """The host with all it applied, and the last state."""
     host, state, in_a_row = Host(), window.init(numbers(0)), 0
     for value, weight, skipped, flush in steps:
         state = window.contribute(state, numbers(value), weight, skipped=skipped)
@@ -125,7 +125,7 @@ class TakenOver(Window):
 
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_what_the_exchange_takes_over_reaches_no_later_window(order: Any) -> None:
-    """Both replicas say the same: the sum of the window is twice that of one."""
+    """Both replicas hold the same arrays: the sum of a window is twice that of one replica."""
     window, host = TakenOver(gc.reductions.sum(), 2, Two(), order), Host()
     state = window.init(numbers(0))
     for value in (1, 3, float("inf"), 0, 5, 6):
@@ -164,14 +164,14 @@ def test_a_flush_after_the_last_microbatch_ends_what_was_begun() -> None:
 @pytest.mark.parametrize(
     ("before", "begun", "after", "applied"),
     [
-        # As many microbatches as the new length, or more: the window ends with the next one.
+        # With at least as many microbatches as the new length, the window ends with the next one.
         (4, 3, 2, [[6], [9], [13]]),
         (4, 3, 3, [[6], [15]]),
         (4, 2, 1, [[3], [3], [4], [5], [6], [7]]),
         (4, 1, 2, [[1], [5], [9], [13]]),
-        # Fewer: it goes on until it has the new length.
+        # With fewer, it continues to the new length.
         (2, 1, 4, [[6], [22]]),
-        # One that has been applied, whatever its length was, is over.
+        # A window that has been applied is over, whatever its length was.
         (2, 2, 4, [[14]]),
         (4, 4, 2, [[9], [13]]),
         (4, 4, 1, [[4], [5], [6], [7]]),
@@ -184,7 +184,7 @@ def test_a_window_that_goes_on_with_another_length_loses_nothing(
     depth = {"order": order, "max_every": 8} if order == "tree" else {}
 
     def of(every: int) -> Window:
-        # A function of the index, so that the counter has the same levels whatever the length.
+        # A function of the index, so that the binary counter has the same levels for all lengths.
         length: Any = every if every == UNTIL_FLUSH or not depth else lambda index: every
         return Window(gc.reductions.sum(), length, **depth)
 
@@ -252,7 +252,7 @@ def test_all_other_flags_are_agreed_by_one(traced: Callable[[bool], Any]) -> Non
         (np.float16, np.float64, np.float64),
         (np.int8, np.int32, np.int32),
         (np.complex64, np.complex128, np.complex128),
-        # What would lose digits, or be another kind of number, is left for the window to refuse.
+        # Conversions that lose digits or change the type of number are left for the window to reject.
         (np.float64, np.float32, np.float64),
         (np.int32, np.float64, np.int32),
         (np.float32, np.complex64, np.float32),

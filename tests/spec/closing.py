@@ -1,4 +1,4 @@
-"""A plugin: the list that closes a run, of what passed in each mode, what did not, and what was not selected."""
+"""A pytest plugin: ends a run with a table of the cases that passed, failed, or were not selected, by mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.spec import modes
 
 _ENDS = ("passed", "failed", "skipped", "not selected")
 _counts: Counter[tuple[str, str]] = Counter()
-"""By mode and end."""
+"""Number of cases, by mode and outcome."""
 
 
 def _modes_of(nodeid: str) -> Iterable[str]:
@@ -37,7 +37,7 @@ def pytest_deselected(items: Iterable[pytest.Item]) -> None:
 
 @pytest.hookimpl
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist tells what it has not selected: all of them select alike, and their master does not."""
+    """Reports a pytest-xdist worker's deselected cases to the controller, which collects nothing itself."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["not selected"] = {mode: n for (mode, end), n in _counts.items() if end == "not selected"}

@@ -1,4 +1,4 @@
-"""Modes as a parameter."""
+"""Execution modes as fixtures, and the selection of quick cases."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those of several replicas.
+    """Parametrizes ``mode`` by all modes and ``replicated`` by the modes with several replicas.
 
-    Of an `unrolled` test, those without a loop; in ``mode``, those of one replica, unless the test is `communicating`.
+    An `unrolled` test omits the modes that differ in their loop only; ``mode`` omits `modes.COMMUNICATING` unless the
+    test is `communicating`.
     """
     unrolled, communicating = (getattr(metafunc.function, name, False) for name in ("unrolled", "communicating"))
-    left_out = modes.LOOPING if unrolled else ()
+    omitted = modes.LOOPING if unrolled else ()
     everywhere = [name for group in modes.NAMES.values() for name in group]
     for fixture, quick, names in (
         ("mode", selection.LOCAL, [name for name in everywhere if communicating or name not in modes.COMMUNICATING]),
         ("replicated", selection.COLLECTIVE, modes.REPLICATED),
     ):
         if fixture in metafunc.fixturenames:
-            chosen = selection.among(quick, [name for name in names if name not in left_out])
+            chosen = selection.among(quick, [name for name in names if name not in omitted])
             metafunc.parametrize(fixture, chosen, indirect=True, scope="session")
 
 
@@ -55,6 +56,6 @@ def replicated(request: pytest.FixtureRequest) -> modes.Mode:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_programs() -> Iterator[None]:
-    """What one file has compiled is not kept for the next."""
+    """Drops the compiled programs after each file."""
     yield
     modes.forget()

@@ -1,4 +1,4 @@
-"""Contributions, as hypothesis strategies and from a seed."""
+"""Weighted contributions as Hypothesis strategies, and how to deal them to replicas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FLOATS = st.integers(0, 2**32 - 1).map(
         np.uint32(pattern & 0x87FFFFFF | 0x3C000000 + (pattern >> 27 & 7) * 0x800000).view(np.float32)
     )
 )
-"""Any sign and significand, and eight exponents below 1: nearly every addition rounds, and nothing underflows."""
+"""Any sign and significand with eight exponents below 1: nearly every addition rounds, and nothing underflows."""
 
 CLOSE = st.integers(0, 2**32 - 1).map(
     lambda pattern: float(
         np.uint32(pattern & 0x807FFFFF | 0x3C000000 + (pattern >> 27 & 3) * 0x800000).view(np.float32)
     )
 )
-"""Like `FLOATS`, of four exponents: times any of `WEIGHTS` no two are more than nine exponents apart, so that an exact
-sum of them loses no digit."""
+"""Like `FLOATS` with four exponents: no two products with `WEIGHTS` are more than nine exponents apart, so that an
+exact sum of them loses no digit."""
 
 EXACT_WEIGHTS = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 0.5])
 
@@ -34,7 +34,7 @@ WEIGHTS = EXACT_WEIGHTS | st.just(0.1)
 
 @st.composite
 def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> dict[str, Any]:
-    """``n`` stacked trees with weights. Those of weight 0 hold NaN; one leaf is None."""
+    """``n`` stacked trees with weights. Contributions of weight 0 hold NaN; one leaf is None."""
     scales = np.float32(draw(st.lists(weights, min_size=n, max_size=n)))
     values: dict[str, Any] = {"none": None}
     for name, shape in SHAPES.items():
@@ -46,13 +46,12 @@ def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> d
 
 
 def first(data: Any, n: int) -> Any:
-    """The first n of the contributions."""
     values = {name: None if x is None else x[:n] for name, x in data["values"].items()}
     return {"values": values, "weights": data["weights"][:n]}
 
 
 def deal(data: Any, replicas: int) -> list[Any]:
-    """The contributions in blocks: replica r gets the r-th."""
+    """Splits the contributions into one contiguous block per replica."""
 
     def block(x: Any, rank: int) -> Any:
         return None if x is None else np.split(x, replicas)[rank]

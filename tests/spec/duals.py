@@ -1,4 +1,4 @@
-"""Exact derivatives of first and second order: fractions with an infinitesimal part, which may be nested."""
+"""Exact first and second derivatives by forward-mode differentiation of fractions, with nested dual numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lifted(x: Any) -> Dual:
 
 
 def derivatives(function: Any, at: Sequence[float], along: Sequence[float]) -> tuple[float, float]:
-    """The first and the second derivative of a function of a list of numbers, along a direction."""
+    """First and second directional derivatives of a function of a list of numbers."""
     moving = [
         Dual(Dual(Fraction(x), Fraction(u)), Dual(Fraction(u), Fraction(0))) for x, u in zip(at, along, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What a combination must give, from exact arithmetic: rational numbers, rounded where the definition rounds."""
+"""Expected results of combinations: rational arithmetic, rounded where the definition rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRECISION = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
 
 
 def round_to(value: Fraction, dtype: str = "float32") -> Fraction:
-    """The nearest number of a binary format, ties to even; no overflow or underflow occurs in these tests."""
+    """The nearest number of a binary format, ties to even, without overflow or underflow."""
     if value == 0:
         return value
     exponent = math.frexp(abs(value))[1] if abs(value) < 2**1000 else 0
@@ -38,7 +38,7 @@ IDENTITY = {"sum": 0, "mean": 0, "product": 1, "min": None, "max": None, "first"
 
 
 def merge(name: str, a: Term, b: Term) -> Term:
-    """Two partial results, rounded as float32 accumulators are."""
+    """Merges two partial results, rounding like float32 accumulators."""
     if a[2] or b[2]:
         return b if a[2] else a
     left, right = a[0], b[0]
@@ -60,8 +60,8 @@ def combine(name: str, terms: Sequence[Term], order: str, blocks: int = 1) -> fl
     Args:
       name: the reduction.
       terms: the contributions in order.
-      order: of the contributions within a block.
-      blocks: the number of replicas, each of which holds a block; over blocks the order is the canonical tree.
+      order: order of summation within a block.
+      blocks: number of replicas, each of which holds one block; blocks are merged in the canonical tree.
     """
     fold: Callable[..., Term] = fold_pairwise if order == "tree" else _chain
     size = len(terms) // blocks
@@ -73,7 +73,7 @@ def combine(name: str, terms: Sequence[Term], order: str, blocks: int = 1) -> fl
 
 
 def term(name: str, value: float, weight: float) -> Term:
-    """One contribution to one element. It is empty where its weight is 0, and may then hold NaN."""
+    """One contribution to one element. It is empty if its weight is 0; ``value`` may then be NaN."""
     if weight == 0:
         return Fraction(0), Fraction(0), True
     scale = Fraction(float(np.float32(weight))) if name in ("sum", "mean") else 1
@@ -88,7 +88,7 @@ def _chain(function: Callable[[Term, Term], Term], terms: Sequence[Term]) -> Ter
 
 
 def elementwise(name: str, values: np.ndarray, weights: np.ndarray, order: str, blocks: int = 1) -> np.ndarray:
-    """`combine` for each element of stacked contributions of shape (n, ...)."""
+    """Applies `combine` to each element of stacked contributions of shape (n, ...)."""
     flat = values.reshape(len(values), -1)
     columns = [
         combine(name, [term(name, v, w) for v, w in zip(column, weights, strict=True)], order, blocks)
@@ -98,20 +98,20 @@ def elementwise(name: str, values: np.ndarray, weights: np.ndarray, order: str, 
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The bit patterns as integers, with every NaN the same."""
+    """Bit patterns as integers; every NaN maps to -1."""
     array = np.asarray(array)
     if array.dtype.kind == "c":
         return np.stack([bits(array.real), bits(array.imag)])
-    whole = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind != "b" else array
+    patterns = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind != "b" else array
     try:
         ml_dtypes.finfo(array.dtype)
     except ValueError:
-        return whole
-    return np.where(np.isnan(array), np.array(-1).astype(whole.dtype), whole)
+        return patterns
+    return np.where(np.isnan(array), np.array(-1).astype(patterns.dtype), patterns)
 
 
 def at_once(reduction: Any, state: Any, trees: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The state after several contributions of known weights, which the cell adds in one pass, as in a list."""
+    """Adds several contributions of known weights to a state in one pass, as `combine` does for a list."""
     flat, cell = reduction._flatten(state), reduction.cell
     rows = [tree.flatten_as(flat.structure, value) for value in trees]
     backend = resolve([*flat.arrays(), *(x for row in rows for x in row)])

@@ -1,4 +1,4 @@
-"""The laws of `gradcombine.verify.check_reduction`, as programs of the modes: both sides must have the same bits."""
+"""The laws of `gradcombine.verify.check_reduction` as programs for the modes; both sides must have the same bits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gradcombine.verify.check.laws import LAWS, Contribution
 from tests.spec import exact
 
 ROUNDED_NAMES = ("moments", "adasum")
-"""Merges round, whatever the contributions are."""
+"""Reductions whose merges round even for contributions that sum exactly."""
 ASSOCIATIVE = ("min", "max", "first", "last", "exact sum", "exact mean")
-"""The value is of one of the contributions, or it is rounded once."""
+"""Reductions whose value is one of the contributions or is rounded once."""
 TRACED = {
     name: next(law for law in LAWS if statement in law.statement)
     for name, statement in {
@@ -26,15 +26,15 @@ TRACED = {
         "commutative": "merge is commutative",
     }.items()
 }
-"""Those that say something about compiled programs."""
+"""Laws that are checked in compiled programs."""
 
 
 FIRST = {"identity": 2}
-"""Of pairs that tell more of the states: how many are compiled."""
+"""Number of pairs to compile, for laws that have further ones."""
 
 
 class Weighed(Wrapper):
-    """Finalizes to value and weight; each state once."""
+    """Finalizes to value and weight; caches the result of each state."""
 
     def __init__(self, of: gc.Reduction) -> None:
         super().__init__(of)
@@ -47,7 +47,7 @@ class Weighed(Wrapper):
 
 
 def holds(name: str, law: str, rounding: bool) -> bool:
-    """Whether the law is one of this reduction, and of contributions of whose sums some are rounded."""
+    """Whether the law applies to this reduction, for contributions whose sums round (``rounding``) or are exact."""
     if law == "associative":
         return name in ASSOCIATIVE if rounding else name not in ROUNDED_NAMES
     if law == "commutative":
@@ -56,13 +56,7 @@ def holds(name: str, law: str, rounding: bool) -> bool:
 
 
 def sides(reduction: gc.Reduction, values: list[Any], weights: list[Any]) -> dict[str, list[tuple[Any, Any]]]:
-    """For each law, the pairs that must be equal.
-
-    Args:
-      reduction: the reduction.
-      values: three contributions, dicts.
-      weights: theirs.
-    """
+    """Pairs that must be equal, by law, for three contributions, which are dicts, and their weights."""
     weighed, terms = Weighed(reduction), list(map(Contribution, values, weights))
     empty = weighed.init(values[0])
     states = {id(term): weighed.update(empty, *term) for term in terms[1:]}
@@ -70,11 +64,11 @@ def sides(reduction: gc.Reduction, values: list[Any], weights: list[Any]) -> dic
 
     def pairs(name: str) -> list[tuple[Any, Any]]:
         law = TRACED[name]
-        found = law.sides(weighed, values[0], terms[: law.terms], lambda term: states[id(term)])
-        return [pair[:2] for pair in islice(found, FIRST.get(name))]
+        both = law.sides(weighed, values[0], terms[: law.terms], lambda term: states[id(term)])
+        return [pair[:2] for pair in islice(both, FIRST.get(name))]
 
     nothing = reduction.update(state, dict.fromkeys(values[0]), 1)
-    # To the value; its weight counts.
+    # None adds nothing to the value; the weight still counts.
     return {name: pairs(name) for name in TRACED} | {"None adds nothing": [(nothing.value, state.value)]}
 
 
@@ -82,7 +76,7 @@ def check(name: str, laws: dict[str, list[tuple[Any, Any]]], rounding: bool) -> 
     """Every law of this reduction holds to the bit."""
     for law, pairs in laws.items():
         for pair in pairs if holds(name, law, rounding) else ():
-            # Weights are rounded too, and may be so in another way.
+            # Sums of weights round as well, and are not associative: compare values only.
             left, right = (tree.flatten(x["value"] if law == "associative" and rounding else x)[0] for x in pair)
             assert len(left) == len(right)
             for x, y in zip(left, right, strict=True):

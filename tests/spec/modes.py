@@ -1,4 +1,4 @@
-"""The execution modes of the suite. Each runs one program on several replicas that hold different data."""
+"""The execution modes of the suite. Each runs a program on one or more replicas that hold different data."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from gradcombine import tree
 
 
 class Env(NamedTuple):
-    """What a program may ask of its mode."""
+    """Collective and loop of a mode, as a program uses them."""
 
     collective: Any
     loop: Callable[[Callable[[Any, Any], Any], Any, Any], Any]
-    """``loop(step, state, xs)``: step(state, x) for each row x of the tree xs."""
+    """``loop(step, state, xs)``: the state after ``state = step(state, x)`` for each row x of the tree xs."""
 
 
 Program = Callable[[Env, Any], Any]
 
 
 class Mode:
-    """One way to execute.
+    """One execution mode of a framework.
 
     Args:
-      name: its id in the tests.
-      framework: whose arrays the program gets.
-      replicas: the numbers of replicas that it can run.
-      start: ``start(program, n) -> function`` of a list of arrays, each stacked over n replicas, that returns such a
-        list for every output.
-      env: what programs ask of it.
+      name: id of the mode in the tests.
+      framework: framework of the program's arrays.
+      replicas: supported numbers of replicas.
+      start: ``start(body, n) -> function``. The function takes a list of arrays stacked over n replicas and returns,
+        for each output of body, the n values.
+      env: collective and loop for the programs.
     """
 
     def __init__(self, name: str, framework: str, replicas: tuple[int, ...], start: Any, env: Env) -> None:
@@ -43,11 +43,11 @@ class Mode:
         return self.name
 
     def run(self, program: Program, per_replica: Sequence[Any]) -> list[Any]:
-        """The program's output on each replica, as NumPy trees.
+        """Runs the program on all replicas; returns the output of each as a NumPy tree.
 
         Args:
           program: a hashable callable of (env, data); compiled once for each structure and shape.
-          per_replica: one tree a replica.
+          per_replica: one tree per replica.
         """
         started, outputs, stacked = self.started(program, per_replica)
         columns = started(stacked)
@@ -59,7 +59,7 @@ class Mode:
         return results
 
     def started(self, program: Program, per_replica: Sequence[Any]) -> tuple[Any, list[Any], list[np.ndarray]]:
-        """The function of stacked arrays, where its outputs' structure will be, and the arrays."""
+        """Returns the compiled function, a list that holds its output structure once traced, and its stacked inputs."""
         flat = [tree.flatten(data) for data in per_replica]
         structure = flat[0][1]
         here = [i for i, leaf in enumerate(flat[0][0]) if leaf is not None]
@@ -85,7 +85,7 @@ class Mode:
 
 
 def python_loop(step: Callable[[Any, Any], Any], state: Any, xs: Any) -> Any:
-    """One call a row."""
+    """Calls ``step`` once per row."""
     leaves, structure = tree.flatten(xs)
     for i in range(next(leaf.shape[0] for leaf in leaves if leaf is not None)):
         state = step(state, tree.unflatten(structure, [None if leaf is None else leaf[i] for leaf in leaves]))
@@ -117,7 +117,7 @@ def _jax_modes() -> list[Mode]:
     def scan(step: Any, state: Any, xs: Any) -> Any:
         return jax.lax.scan(lambda carry, x: (step(carry, x), None), state, xs)[0]
 
-    def whole(function: Any) -> Any:
+    def called(function: Any) -> Any:
         def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
             return [list(map(np.asarray, np.asarray(x))) for x in function(stacked)]
 
@@ -134,7 +134,7 @@ def _jax_modes() -> list[Mode]:
         return call
 
     def vmap(body: Any, n: int) -> Any:
-        return whole(jax.jit(jax.vmap(body, axis_name="data")))
+        return called(jax.jit(jax.vmap(body, axis_name="data")))
 
     def shard_map(check_vma: bool) -> Any:
         def start(body: Any, n: int) -> Any:
@@ -144,7 +144,7 @@ def _jax_modes() -> list[Mode]:
             def block(stacked: Any) -> Any:
                 return [x[None] for x in body([x[0] for x in stacked])]
 
-            return whole(
+            return called(
                 jax.jit(jax.shard_map(block, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=check_vma))
             )
 
@@ -190,10 +190,10 @@ def _tensorflow_modes() -> list[Mode]:
         compiled = tf.function(lambda arrays: replicas.run(body, (arrays,)))
 
         def dealt(stacked: list[np.ndarray]) -> Any:
-            def own(context: Any) -> Any:
+            def for_replica(context: Any) -> Any:
                 return [tf.constant(x[context.replica_id_in_sync_group]) for x in stacked]
 
-            return replicas.experimental_distribute_values_from_function(own)
+            return replicas.experimental_distribute_values_from_function(for_replica)
 
         return called(compiled, dealt, replicas.experimental_local_results)
 
@@ -221,32 +221,32 @@ NAMES = {
     ),
     "tensorflow": ("tf_eager", "tf_function", "tf_xla", "tf_mirrored"),
 }
-"""Every mode by framework, known without importing one."""
+"""Names of all modes by framework; importing this module imports no framework."""
 
 REPLICATED = ("jax_vmap", "jax_shard_map", "jax_shard_map_scan", "jax_shard_map_unchecked", "tf_mirrored")
-"""The modes that have a collective of several replicas."""
+"""Modes with a collective over several replicas."""
 
 LOOPING = ("jax_scan", "jax_shard_map_scan")
-"""The modes whose loop is the framework's; without a loop they are jax_jit and jax_shard_map."""
+"""Modes that use a scan; programs without a loop are the same as in jax_jit and jax_shard_map."""
 
 UNROLLED = tuple(name for names in NAMES.values() for name in names if name not in LOOPING)
-"""Those that differ where there is no loop."""
+"""Modes that differ for programs without a loop."""
 
 EXCHANGING = tuple(name for name in UNROLLED if name in REPLICATED)
-"""Those of several replicas among them."""
+"""Modes of several replicas that differ for programs without a loop."""
 
 COMMUNICATING = ("jax_shard_map_unchecked", "tf_mirrored")
-"""Modes that are left out of tests in which no replica uses the collective.
+"""Modes omitted from tests without communication, where they run the same programs as jax_jit and tf_function.
 
-`tests/spec/test_modes.py` shows that they then run the programs of jax_jit and of tf_function. jax.pmap, which is not a
-mode, always runs the programs of jax_shard_map_unchecked.
+`tests/spec/test_modes.py` shows this, and that jax.pmap, which is not a mode, always runs the same programs as
+jax_shard_map_unchecked.
 """
 
 CANNOT = {
-    ("jax", "float64"): "JAX has no 64-bit values unless jax_enable_x64 is set, which is a setting of a whole process",
+    ("jax", "float64"): "JAX has no 64-bit values unless jax_enable_x64 is set, for the entire process",
     ("jax", "complex128"): "as float64",
 }
-"""What a framework or a mode cannot run, and why."""
+"""Dtypes that a framework does not support, and why."""
 
 
 _begun: set[str] = set()
@@ -261,12 +261,12 @@ def _made(framework: str) -> dict[str, Mode]:
 
 
 def get(name: str) -> Mode:
-    """The mode of this name; imports its framework."""
+    """Returns the mode with this name; imports its framework."""
     return _made(next(framework for framework, names in NAMES.items() if name in names))[name]
 
 
 def forget() -> None:
-    """Drops all programs that the modes have compiled."""
+    """Drops all compiled programs."""
     for framework in FRAMEWORK_MODES:
         if framework in _begun:
             for mode in _made(framework).values():

@@ -1,4 +1,4 @@
-"""What the modes run: each place where contributions are combined, for every elementwise reduction at once."""
+"""Programs for the modes: combine contributions in each place (list, time, replicas, mixtures), for all reductions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCAL_PLACES = ("list", "time", "merged halves")
 
 
 def rows(xs: Any) -> list[Any]:
-    """A stacked tree as the list of its rows."""
+    """Splits a stacked tree into the list of its rows."""
     leaves, structure = tree.flatten(xs)
     count = next(leaf.shape[0] for leaf in leaves if leaf is not None)
     return [tree.unflatten(structure, [None if x is None else x[i] for x in leaves]) for i in range(count)]
@@ -32,7 +32,7 @@ def rows(xs: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Combine:
-    """Data: ``{"values": stacked tree, "weights": stacked scalars}`` of one replica. Result: one tree a reduction."""
+    """Combines ``{"values": stacked tree, "weights": stacked scalars}`` of one replica to one tree per reduction."""
 
     place: str
     order: str
@@ -72,7 +72,7 @@ class Combine:
 
 @dataclass(frozen=True)
 class Single:
-    """Data as for `Combine`; the result is that of one reduction."""
+    """Like `Combine`, for one reduction."""
 
     reduction: gc.Reduction
     place: str

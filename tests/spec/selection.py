@@ -1,4 +1,4 @@
-"""Which part of the product of modes and tests is quick; the rest carries the mark ``full``."""
+"""Selects the quick cases from the product of modes and tests; all others get the mark ``full``."""
 
 from __future__ import annotations
 
@@ -13,57 +13,52 @@ from tests.spec import modes
 FULL = pytest.mark.full
 
 LOCAL = ("numpy", "jax_jit", "tf_function")
-"""Quick modes of a test in which replicas do not communicate."""
+"""Quick modes of tests without communication."""
 
 COLLECTIVE = ("jax_shard_map", "tf_mirrored")
-"""Quick modes of a test in which they do."""
+"""Quick modes of tests with communication between replicas."""
 
 REPLICAS = (pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL), pytest.param(8, marks=FULL))
-"""Numbers of replicas, for a test that takes one besides `replicated`."""
+"""Numbers of replicas, for a test with the parameters ``replicated`` and ``replicas``."""
 
 QUICK_NAMES, OTHER_NAMES = ("mean", "max", "last"), ("sum", "product", "min", "first")
-"""Reductions, for a test that takes ``names``; compiled modes leave all but the quick ones to the full suite."""
+"""Reductions, for a test with the parameter ``names``; compiled modes run `OTHER_NAMES` in the full suite only."""
 
 NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".join)
 """The elementwise reductions."""
 
 
 def cases(quick: Iterable[tuple[Any, ...]], *axes: Iterable[Any], pairwise: bool = False) -> list[Any]:
-    """Parameters of a test: each combination of the axes; those that are not quick are left to the full suite.
+    """Test parameters: the product of the axes. Cases not in ``quick`` run in the full suite only.
 
-    With ``pairwise``, of three axes, each pair of values in place of each triple, and the quick ones.
+    With ``pairwise`` (three axes), the quick cases and a subset of the product in which each pair of values occurs.
     """
     values, quick = [list(axis) for axis in axes], set(quick)
-    assert quick <= set(product(*values))  # else a case that was to be quick would have left the test command
-    apart = min(map(len, values)) if pairwise else 1
-    places = product(*(range(len(axis)) for axis in values))
-    known = [
-        case for place, case in zip(places, product(*values), strict=True) if case in quick or not sum(place) % apart
+    assert quick <= set(product(*values))  # otherwise a misspelt quick case would be dropped silently
+    modulus = min(map(len, values)) if pairwise else 1
+    indices = product(*(range(len(axis)) for axis in values))
+    chosen = [
+        case for index, case in zip(indices, product(*values), strict=True) if case in quick or not sum(index) % modulus
     ]
-    return [pytest.param(*case, marks=() if case in quick else FULL) for case in known]
+    return [pytest.param(*case, marks=() if case in quick else FULL) for case in chosen]
 
 
 def named(quick: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
-    """Parameters of a test, each with its name as its id; those that are not quick are left to the full suite."""
+    """Test parameters with their names as ids. Cases not in ``quick`` run in the full suite only."""
     quick = set(quick)
     assert quick <= set(values)
     return [pytest.param(value, id=name, marks=() if name in quick else FULL) for name, value in values.items()]
 
 
 def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]:
-    """Parameters of a test: all modes, or these; those that are not quick are left to the full suite.
-
-    Args:
-      quick: names of modes.
-      names: None for all modes.
-    """
+    """Test parameters: the named modes, by default all. Modes not in ``quick`` run in the full suite only."""
     quick = set(quick)
     frameworks = {name: framework for framework, group in modes.NAMES.items() for name in group}
     return [_parameter(name, frameworks[name], name in quick) for name in (frameworks if names is None else names)]
 
 
 def traced_quickly(*quick: tuple[str, ...]) -> Callable[[Any], Any]:
-    """Of a test's cases in which something is traced, those are quick whose parameters hold all of one of these."""
+    """Decorator: a case that traces is quick only if its parameters contain all values of one of these tuples."""
 
     def mark(function: Any) -> Any:
         function.traced_quickly = quick
@@ -73,9 +68,9 @@ def traced_quickly(*quick: tuple[str, ...]) -> Callable[[Any], Any]:
 
 
 def pairwise(count: int, *axes: str) -> Callable[[Any], Any]:
-    """Of three axes, the last of ``count`` values, each pair of values in place of each triple, and the quick cases.
+    """Decorator for three axes, the last of ``count`` values: runs each pair of values, not each triple.
 
-    Modes with a loop of their own have all cases where an axis is the place: theirs are no full product.
+    Quick cases always run, as do all cases of `modes.LOOPING` if an axis is ``place``: they have no full product.
     """
 
     def mark(function: Any) -> Any:
@@ -86,13 +81,13 @@ def pairwise(count: int, *axes: str) -> Callable[[Any], Any]:
 
 
 def unrolled(function: Any) -> Any:
-    """Of a test whose program asks for no loop: modes that have one of their own would run the same program again."""
+    """Decorator for a test whose program has no loop: omits the modes that differ in their loop only."""
     function.unrolled = True
     return function
 
 
 def communicating(function: Any) -> Any:
-    """Of a test on one replica whose program asks for the collective all the same."""
+    """Decorator for a test on one replica whose program uses the collective."""
     function.communicating = True
     return function
 
@@ -103,12 +98,12 @@ def _parameter(name: str, framework: str, quick: bool) -> Any:
 
 
 def repeats(parameters: dict[str, Any]) -> bool:
-    """Whether a mode with a loop of its own would run the program of one without, as this place asks for no loop."""
+    """Whether this case repeats another mode's program, as the mode differs in its loop only and the place has none."""
     return _mode(parameters) in modes.LOOPING and not str(parameters.get("place", "time")).startswith("time")
 
 
 def is_of_pairs(item: Any) -> bool:
-    """Whether a case belongs to its test: all do, unless the test is `pairwise`."""
+    """Whether a case is selected: always, unless the test is `pairwise`."""
     count, axes = getattr(getattr(item, "function", None), "pairwise", (1, ()))
     if count == 1 or item.get_closest_marker("full") is None:
         return True
@@ -117,12 +112,12 @@ def is_of_pairs(item: Any) -> bool:
 
 
 def _index(item: Any, axis: str) -> int:
-    """Of a case's value among those of the axis; of a mode among all."""
+    """Index of a case's value on an axis; a mode's index among all modes."""
     for names, values in (mark.args for mark in item.iter_markers("parametrize")):
         if axis in names:
-            given = item.callspec.params
-            own = (given[axis],) if isinstance(names, str) else tuple(given[name] for name in names)
-            return [tuple(getattr(x, "values", x if len(own) > 1 else (x,))) for x in values].index(own)
+            params = item.callspec.params
+            value = (params[axis],) if isinstance(names, str) else tuple(params[name] for name in names)
+            return [tuple(getattr(x, "values", x if len(value) > 1 else (x,))) for x in values].index(value)
     return list(chain(*modes.NAMES.values())).index(item.callspec.params[axis])
 
 
@@ -131,11 +126,11 @@ def _mode(parameters: dict[str, Any]) -> Any:
 
 
 COVERED_PLACES = ("merged halves", "time x replicas")
-"""Places whose parts other quick tests trace: the laws merge, and the canonical tree is over time and replicas."""
+"""Places that other quick tests trace: `test_laws` merges, and the canonical tree spans time and replicas."""
 
 
 def is_slow_to_trace(parameters: dict[str, Any], quick: tuple[tuple[str, ...], ...] | None = None) -> bool:
-    """Whether a case is left to the full suite: tracing is most of the time, on replica threads with one lock too."""
+    """Whether tracing makes a case too slow for the quick suite; MirroredStrategy traces replicas under one lock."""
     if parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 2:
         return True
     if parameters.get("mode", parameters.get("replicated", "numpy")) == "numpy":

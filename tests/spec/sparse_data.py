@@ -1,4 +1,4 @@
-"""Row-sparse contributions, and what combining them must give, from exact arithmetic."""
+"""Row-sparse contributions and their expected combinations, from exact arithmetic."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.spec import exact
 from tests.spec.data import WEIGHTS
 
 ROWS, WIDTH, PLACES = 6, 2, 5
-"""Rows of the whole array, elements of a row, and rows of a contribution: so some occur twice."""
+"""Rows of the dense array, elements per row, and rows per contribution, of which some occur twice."""
 
 
 @st.composite
 def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> dict[str, Any]:
-    """``n`` stacked contributions with weights. Padding holds NaN, as contributions of weight 0 do."""
+    """``n`` stacked contributions with weights. Padding and contributions of weight 0 hold NaN."""
     scales = np.float32(draw(st.lists(weights, min_size=n, max_size=n)))
     indices = np.int32(draw(st.lists(st.integers(0, ROWS), min_size=n * PLACES, max_size=n * PLACES)))
     size = n * PLACES * WIDTH
@@ -31,24 +31,24 @@ def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> d
 
 
 def deal(data: Any, replicas: int) -> list[Any]:
-    """The contributions in blocks: replica r gets the r-th."""
+    """Splits the contributions into one contiguous block per replica."""
     indices, values, extent = data["values"]
     parts = [np.split(x, replicas) for x in (indices, values, data["weights"])]
     return [{"values": RowSparse(i, v, extent), "weights": w} for i, v, w in zip(*parts, strict=True)]
 
 
 def dense_terms(data: Any, row: int, element: int) -> list[Fraction]:
-    """One element of each contribution made dense: occurrences added in the canonical tree, rounded as float32."""
-    found = []
+    """One element of each densified contribution: repeated rows are added in the canonical tree, in float32."""
+    elements = []
     for indices, values in zip(data["values"].indices, data["values"].values, strict=True):
         occurring = [Fraction(float(v)) if v == v else Fraction(0) for v in values[indices == row, element]]
         terms = [(value, Fraction(1), False) for value in occurring] or [(Fraction(0), Fraction(1), False)]
-        found.append(Fraction(exact.combine("sum", terms, "tree")))
-    return found
+        elements.append(Fraction(exact.combine("sum", terms, "tree")))
+    return elements
 
 
 def expected(name: str, data: Any, order: str, blocks: int = 1) -> np.ndarray:
-    """The combination made dense; ``order`` within a block, the canonical tree over blocks."""
+    """The dense combination: in ``order`` within a block, in the canonical tree over blocks."""
     result = np.zeros((ROWS, WIDTH), np.float32)
     for row in range(ROWS):
         for element in range(WIDTH):
@@ -59,12 +59,12 @@ def expected(name: str, data: Any, order: str, blocks: int = 1) -> np.ndarray:
 
 
 def occurring(data: Any) -> list[int]:
-    """The rows of contributions whose weight is not 0, in ascending order."""
+    """Rows that occur in contributions of nonzero weight, in ascending order."""
     return sorted(set(data["values"].indices[data["weights"] != 0].ravel().tolist()) - {ROWS})
 
 
 def check(result: RowSparse, wanted: np.ndarray, rows: list[int]) -> None:
-    """These rows in order, then padding; and these values to the bit."""
+    """Asserts that the result holds these rows in order, then padding, and the bits of the dense array's rows."""
     assert result.shape == wanted.shape
     np.testing.assert_array_equal(result.indices, [*rows, *[len(wanted)] * (len(result.indices) - len(rows))])
     np.testing.assert_array_equal(exact.bits(result.values[: len(rows)]), exact.bits(wanted[rows]))

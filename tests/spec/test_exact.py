@@ -1,4 +1,4 @@
-"""Exact and compensated sums: bits that do not move, and errors that keep to their bounds, in every mode."""
+"""Exact and compensated sums have the same bits in every mode and order, and errors within their bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("sum", "mean")
 
 
 def true_value(name: str, data: Any, leaf: str) -> np.ndarray:
-    """The exact result, rounded once: of terms within nine exponents of each other, which lose no digit."""
+    """The exact result, rounded once; requires terms within nine exponents of each other, which lose no digit."""
     weights = [Fraction(float(w)) for w in data["weights"]]
     columns = data["values"][leaf].reshape(len(weights), -1).T
 
@@ -81,7 +81,7 @@ def test_any_division_over_replicas_gives_it_too(name: str, replicas: int, data:
 
 
 class Stream:
-    """The sum, the mean by traced whole weights, and the digits themselves."""
+    """The sum, the mean with traced integer weights, and the digits."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -101,7 +101,7 @@ STREAM = Stream(len(WEIGHTS))
 
 
 def patterns(n: int, size: int) -> dict[str, np.ndarray]:
-    """Data of every kind, of shape (n, size)."""
+    """Named test data, each of shape (n, size)."""
     rng = np.random.default_rng(n)
     normal = rng.normal(size=(n, size)).astype(np.float32)
     bits = rng.integers(0, 2**32, (n, size), dtype=np.uint32).view(np.float32)
@@ -120,7 +120,7 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
 
 @unrolled
 def test_all_modes_have_the_same_digits(mode: modes.Mode) -> None:
-    """Subnormal numbers and every exponent included, which plain sums do not promise."""
+    """Holds for subnormal numbers and every exponent too, unlike plain sums."""
     for kind, x in patterns(len(WEIGHTS), 512).items():
         data = {"x": x, "weights": WEIGHTS}
         (result,) = mode.run(STREAM, [data])
@@ -132,7 +132,7 @@ def test_all_modes_have_the_same_digits(mode: modes.Mode) -> None:
 
 
 def folded(x: np.ndarray, grouping: np.random.Generator | None = None) -> Any:
-    """The state after all rows of x: in their order, or shuffled and merged in random groups."""
+    """The state after all rows of x, in order, or shuffled and merged in random groups if ``grouping`` is passed."""
     reduction = reductions.sum("exact")
     empty = reduction.init(x[0])
     if grouping is None:
@@ -162,7 +162,7 @@ ALL = "all kinds side by side"
     ],
 )
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
-    """Random permutations and merge trees leave every bit; the error is below (n - 1) 2**-32 max |x| + ulp / 2."""
+    """Permutations and merge trees change no bit; the error is at most (n - 1) 2**-32 max |x| + ulp / 2."""
     kinds = patterns(n, 64 if n <= 64 else 8)
     x = np.concatenate(list(kinds.values()), axis=1) if kind == ALL else kinds[kind]
     state = folded(x)
@@ -210,7 +210,7 @@ def test_specials(mode: modes.Mode) -> None:
 @unrolled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_floats_are_rounded_once(mode: modes.Mode, dtype: str) -> None:
-    """The sum of these lies just above a tie of the narrow format, by less than float32 could tell."""
+    """The sum lies above a tie of the narrow format by less than float32 resolves."""
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     precision = exact.PRECISION[dtype]
     values = [1.0, 2.0**-precision, 2.0**-14, 2.0**-14]
@@ -228,17 +228,17 @@ def summed(env: modes.Env, data: Any) -> Any:
 
 @pytest.mark.needs("jax", "tensorflow")
 def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> None:
-    """MirroredStrategy on 2 replicas, shard_map on 4, and a NumPy loop that is saved and restored on its way."""
+    """MirroredStrategy on 2 replicas, shard_map on 4, and a NumPy loop saved and restored after each update."""
     rng = np.random.default_rng(7)
     data = {
         "values": {"w": rng.normal(size=(4, 5)).astype(np.float32), "scalar": rng.normal(size=4).astype(np.float32)},
         "weights": rng.integers(1, 500, 4).astype(np.float32),
     }
     program = Combine("time x replicas", "sequential", ("mean",), "exact")
-    found = []
+    replicated = []
     for name, replicas in (("tf_mirrored", 2), ("jax_shard_map", 4)):
         dealt = deal(shuffled(data, replicas), replicas)
-        found += [result["mean"] for result in modes.get(name).run(program, dealt)]
+        replicated += [result["mean"] for result in modes.get(name).run(program, dealt)]
     acc = gc.accumulate(reductions.mean("exact"), every=4)
     order = rng.permutation(4)
     state = acc.init({name: x[0] for name, x in data["values"].items()})
@@ -249,7 +249,7 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
         loaded = (None if x is None else np.frombuffer(x[0], x[1]).reshape(x[2]) for x in saved)
         state = tree.unflatten(structure, loaded)
     loop = acc.value(state)
-    for result in found:
+    for result in replicated:
         for leaf in ("w", "scalar"):
             np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
 
@@ -257,7 +257,7 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
 @unrolled
 @traced_quickly(("jax_jit",))
 def test_whole_weights_multiply_exactly(mode: modes.Mode) -> None:
-    """Token counts of any size, where float32 would round the weight, the product and the sum of weights."""
+    """Holds for token counts so large that float32 would round the weight, the product and the sum of weights."""
     x = np.float32([[1.1, -3.3e7], [2.7, 1.3], [-0.3, 7.7e-3]])
     for weights in ([3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]):
         (result,) = mode.run(weighted_mean, [{"x": x, "weights": np.int32(weights)}])
@@ -295,7 +295,7 @@ COMPENSATED = Combine("list", "sequential", NAMES, "compensated")
 @settings(max_examples=8)
 @given(data=contributions(6, CLOSE))
 def test_compensated_sums_keep_to_their_bound(mode: modes.Mode, data: Any) -> None:
-    """Off by at most u |S| + gamma(n - 1)**2 sum |x|, and the same bits in every mode."""
+    """The error is at most u |S| + gamma**2 sum |x|, and every mode has the same bits."""
     (results,) = mode.run(COMPENSATED, [data])
     (reference,) = modes.get("numpy").run(COMPENSATED, [data])
     u, n = Fraction(1, 2**24), len(data["weights"])
@@ -331,7 +331,7 @@ def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max
 
     def grads(seed: int) -> list[Any]:
         made = [leaf(i) for i in range(LEAVES)]
-        # A leaf that has a gradient may lack one at a time.
+        # Any leaf but the first may lack its gradient in one contribution.
         return [None if i and i % 23 == seed else x for i, x in enumerate(made)]
 
     red = make("exact") if max_terms is None else make("exact", max_terms=max_terms)
@@ -354,8 +354,8 @@ def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max
         for a, b in zip(together, alone, strict=True):
             assert type(a.value["x"][i]) is type(b.value["x"])
             assert a.count.tobytes() == b.count.tobytes()
-            for result in ((a.value["x"][i], b.value["x"]), (red.finalize(a)["x"][i], red.finalize(b)["x"])):
-                for got, expected in zip(*map(_arrays, result), strict=True):
+            for pair in ((a.value["x"][i], b.value["x"]), (red.finalize(a)["x"][i], red.finalize(b)["x"])):
+                for got, expected in zip(*map(_arrays, pair), strict=True):
                     assert (got.shape, got.dtype, got.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
 
 

@@ -1,4 +1,4 @@
-"""Exact sums of float64: the same construction with words of 64 bits, where a framework has them."""
+"""Exact sums of float64, which use 64-bit words, in the frameworks that have them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.spec.selection import among
 
 SUM, MEAN = reductions.sum("exact"), reductions.mean("exact")
 MODES = ("numpy", "tf_eager", "tf_function", "tf_xla", "tf_mirrored")
-"""JAX has no 64-bit values unless jax_enable_x64 is set, for a whole process: it has a test of its own."""
+"""Modes with float64. JAX needs jax_enable_x64, which holds for a process, and has a separate test."""
 
 
 def patterns(n: int, size: int) -> dict[str, np.ndarray]:
-    """Data of every kind, of shape (n, size)."""
+    """Named test data, each of shape (n, size)."""
     rng = np.random.default_rng(n)
     bits = rng.integers(0, 2**64, (n, size), dtype=np.uint64).view(np.float64)
     normal = rng.normal(size=(n, size))
@@ -48,7 +48,7 @@ def folded(x: np.ndarray) -> Any:
 @pytest.mark.parametrize("kind", patterns(2, 2))
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 512])
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
-    """The words are a function of the multiset, and the error is below (n - 1) 2**-64 max |x| + ulp / 2."""
+    """The words depend on the multiset of terms only; the error is at most (n - 1) 2**-64 max |x| + ulp / 2."""
     x = patterns(n, 8)[kind]
     state = folded(x)
     result = SUM.finalize(state)
@@ -101,7 +101,7 @@ def test_modes(name: str, kind: str) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.full
 def test_jax_with_x64() -> None:
-    """In a process of its own, eager and compiled."""
+    """Runs in a separate process, eager and compiled."""
     call = "run('jax_eager', 'every exponent'); run('jax_jit', 'normal')"
     code = f"from tests.spec.test_exact_float64 import run; {call}; print('done')"
     env = {**os.environ, "JAX_ENABLE_X64": "1"}
@@ -129,7 +129,7 @@ def test_specials() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_narrower_outputs_are_rounded_once(dtype: str) -> None:
-    """The sum lies just above a tie of the output, by less than float64 could tell."""
+    """The sum lies above a tie of the output format by less than float64 resolves."""
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     values = [1.0, 2.0 ** -exact.PRECISION[dtype], 2.0**-30, 2.0**-60, -(2.0**-30)]
     total = gc.combine(reductions.sum("exact", output_dtype=dtype), [np.float64([v, -v]) for v in values])
@@ -150,7 +150,7 @@ def test_leaves_of_both_widths_share_their_weights() -> None:
 
 
 SUBNORMAL = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
-"""The smallest numbers of the narrower floats."""
+"""Smallest positive numbers of the narrower formats."""
 
 
 def narrowed(env: modes.Env, x: Any) -> Any:
@@ -159,7 +159,7 @@ def narrowed(env: modes.Env, x: Any) -> Any:
 
 @pytest.mark.parametrize("name", among(("numpy", "tf_eager"), ("numpy", "tf_eager", "tf_function", "tf_xla")))
 def test_subnormal_results_of_narrower_outputs(name: str) -> None:
-    """Ties, and sums that lie beside one by less than float32 could tell."""
+    """Covers ties, and sums that differ from a tie by less than float32 resolves."""
     parts = [[n + 0.5, beside, -0.25, 0.25] for n in (0, 1, 2, 5) for beside in (0, 2.0**-40, -(2.0**-40))]
     for i, (dtype, unit) in enumerate(SUBNORMAL.items()):
         x = np.float64(parts).T * unit

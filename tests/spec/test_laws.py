@@ -1,4 +1,4 @@
-"""The laws of the monoid, for every reduction and in every mode, to the bit."""
+"""The monoid laws hold bit for bit, for every reduction in every mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES, laws.ROUNDED
 
 @dataclass(frozen=True)
 class Sides:
-    """For each reduction and law, the pairs that must be equal."""
+    """Pairs that must be equal, by reduction and law."""
 
     names: tuple[str, ...]
 
@@ -36,7 +36,7 @@ class Sides:
         return {name: laws.sides(SUBJECTS[name], values, weights) for name in self.names}
 
 
-@traced_quickly((str(QUICK_NAMES),))  # the bits of the others have quick tests of their own
+@traced_quickly((str(QUICK_NAMES),))  # other quick tests cover the bits of the other reductions
 @unrolled
 @NAMES
 @settings(max_examples=5)
@@ -45,8 +45,8 @@ def test_all_laws(mode: modes.Mode, names: tuple[str, ...], data: Any, rounded: 
     """Addition of floats is not associative; every other law holds to the bit under rounding too."""
     for drawn, rounding in ((data, False), (rounded, True)):
         for result in mode.run(Sides(names), [drawn]):
-            for name, of_one in result.items():
-                laws.check(name, of_one, rounding)
+            for name, pairs in result.items():
+                laws.check(name, pairs, rounding)
 
 
 def empty_values(env: modes.Env, data: Any) -> Any:
@@ -55,7 +55,7 @@ def empty_values(env: modes.Env, data: Any) -> Any:
 
 @unrolled
 def test_empty_states_have_a_value(mode: modes.Mode) -> None:
-    """No contribution: zeros, ones for a product, the infinities for extrema; never NaN, never -0."""
+    """Without contributions: zeros, ones for a product, infinities for extrema; never NaN or -0."""
     expected = {"product": 1.0, "min": np.inf, "max": -np.inf}
     (result,) = mode.run(empty_values, [{"w": np.float32([5, 6]), "none": None}])
     for name, value in result.items():

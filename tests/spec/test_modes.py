@@ -1,4 +1,4 @@
-"""Modes that are left out, as they would compile what another one compiles."""
+"""Omitted modes compile the same programs as another mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.spec.selection import FULL
 
 
 def stacked(n: int) -> Any:
-    """The shapes of `data.contributions`."""
+    """Ones with the structure and shapes of `data.contributions`."""
     values = {"none": None, "w": np.ones((n, 2)), "scalar": np.ones(n), "empty": np.ones((n, 0, 2))}
     return {
         "values": {name: None if x is None else np.float32(x) for name, x in values.items()},
@@ -38,7 +38,7 @@ REPLICATED = {
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", REPLICATED)
 def test_pmap_is_shard_map_unchecked(name: str) -> None:
-    """Line by line, but for the names of the functions and the shardings of their arguments."""
+    """The lowered programs are equal except for function names and argument shardings."""
     import jax
 
     def pmap(body: Any, n: int) -> Any:
@@ -54,20 +54,20 @@ def test_pmap_is_shard_map_unchecked(name: str) -> None:
 
 
 def operations(jaxpr: Any) -> list[Any]:
-    """Primitives, their inputs, parameters and types of results; of inner programs, their operations."""
+    """Primitive, inputs, parameters and result types of each equation, with inner programs as nested lists."""
     from jax.extend import core
 
     numbers = {x: i for i, x in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-    found = []
+    listed = []
     for eqn in jaxpr.eqns:
         inputs = [x.val if isinstance(x, core.Literal) else numbers[x] for x in eqn.invars]
         flat = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
         inner = [getattr(x, "jaxpr", x) for x in flat if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
         others = [str(x) for x in flat if isinstance(x, bool | int | float | str | np.dtype)]
         numbers |= {x: len(numbers) + i for i, x in enumerate(eqn.outvars)}
-        found.append((eqn.primitive, str(inputs), others, str([x.aval for x in eqn.outvars])))
-        found += [operations(x) for x in inner]
-    return found
+        listed.append((eqn.primitive, str(inputs), others, str([x.aval for x in eqn.outvars])))
+        listed += [operations(x) for x in inner]
+    return listed
 
 
 @FULL
@@ -93,19 +93,19 @@ def test_shard_map_unchecked_is_jit_where_nothing_communicates(name: str) -> Non
 
 
 def nodes(graph: Any) -> list[Any]:
-    """Operations, their inputs and attributes; of functions, whose names are numbered, the operations."""
-    at = {node.name: i for i, node in enumerate(graph.node)}
+    """Operation, inputs and attributes of each node, then the operations of each library function."""
+    index = {node.name: i for i, node in enumerate(graph.node)}
 
-    def place(tensor: str) -> tuple[Any, ...]:
+    def source(tensor: str) -> tuple[Any, ...]:
         name, _, output = tensor.lstrip("^").partition(":")
-        return at[name], output, tensor.startswith("^")
+        return index[name], output, tensor.startswith("^")
 
     def attributes(node: Any) -> list[tuple[str, str]]:
-        named = ("_user_specified_name", "_gradient_op_type")  # the second is numbered
-        return sorted((k, str(v)) for k, v in node.attr.items() if k not in named and not v.HasField("func"))
+        names = ("_user_specified_name", "_gradient_op_type")  # the second contains a running number
+        return sorted((k, str(v)) for k, v in node.attr.items() if k not in names and not v.HasField("func"))
 
     bodies = sorted([node.op for node in function.node_def] for function in graph.library.function)
-    return [(node.op, [*map(place, node.input)], attributes(node)) for node in graph.node] + bodies
+    return [(node.op, [*map(source, node.input)], attributes(node)) for node in graph.node] + bodies
 
 
 @FULL

@@ -1,4 +1,4 @@
-"""The law of the library: a list, time, replicas and mixtures of them give the same result, in every mode."""
+"""The central law: contributions combined in a list, over time, over replicas or mixtures give the same result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.spec.selection import FULL, NAMES, OTHER_NAMES, REPLICAS, pairwise, t
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
-    """Every reduction and leaf of one replica's result has the exact value; None stays in its place."""
+    """Asserts that every reduction and leaf of one replica's result has the exact value; None stays None."""
     for name, value in results.items():
         assert value["none"] is None
         for leaf in SHAPES:
@@ -27,7 +27,7 @@ def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
 
 
 @pairwise(2, "mode", "place", "names")
-@traced_quickly(("list",))  # the canonical tree below is over time as well
+@traced_quickly(("list",))  # test_canonical_tree covers time
 @pytest.mark.parametrize(
     ("place", "order"),
     [
@@ -42,20 +42,20 @@ def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
 @settings(max_examples=8)
 @given(data=contributions(7, FLOATS))
 def test_one_replica(mode: modes.Mode, place: str, order: str, names: tuple[str, ...], data: Any) -> None:
-    """List and time give the rounded chain or tree, to the bit, also on replicas that do not communicate."""
+    """List and time give the rounded chain or tree bit for bit, also on replicas that do not communicate."""
     if place == "merged halves":
-        # Its order is its own: two chains of 3 and 4. Compared as blocks of 4 and 3 by padding the first with nothing.
+        # Two chains of 3 and 4 terms: an empty first contribution makes them two blocks of 4.
         data = _pad_first_half(data)
     blocks = 2 if place == "merged halves" else 1
     count = mode.replicas[-1] if len(mode.replicas) == 1 else 2
-    turned = [_roll(data, rank) if place != "merged halves" else data for rank in range(count)]
+    per_replica = [_roll(data, rank) if place != "merged halves" else data for rank in range(count)]
     program = Combine(place, order, names)
-    for own, result in zip(turned, mode.run(program, turned), strict=True):
-        check(result, own, order, blocks)
+    for local, result in zip(per_replica, mode.run(program, per_replica), strict=True):
+        check(result, local, order, blocks)
 
 
 def _roll(data: Any, by: int) -> Any:
-    # Another order of the contributions: different data for each replica.
+    # A different order of the contributions, so that replicas hold different data.
     values = {name: None if x is None else np.roll(x, by, axis=0) for name, x in data["values"].items()}
     return {"values": values, "weights": np.roll(data["weights"], by)}
 
@@ -83,7 +83,7 @@ def _pad_first_half(data: Any) -> Any:
 def test_replicas_any_order(
     replicated: modes.Mode, replicas: int, place: str, names: tuple[str, ...], data: Any
 ) -> None:
-    """Where no rounding happens, the framework's own all-reduce gives every replica the exact result."""
+    """Without rounding, the framework's all-reduce gives every replica the exact result."""
     data = first(data, replicas if place == "replicas" else max(4, replicas))
     results = replicated.run(Combine(place, "sequential", names), deal(data, replicas))
     assert len(results) == replicas
@@ -98,7 +98,7 @@ def test_replicas_any_order(
 @settings(max_examples=6)
 @given(data=contributions(8, FLOATS))
 def test_canonical_tree(replicated: modes.Mode, replicas: int, names: tuple[str, ...], data: Any) -> None:
-    """Numbered microbatches over 1, 2, 4 and 8 replicas: the bits of one list in tree order, signs of zeros too."""
+    """Microbatches over 1, 2, 4 or 8 replicas have the bits of one list in tree order, including signs of zeros."""
     data = data if replicas in (1, 8) else first(data, 4)
     results = replicated.run(Combine("time x replicas", "tree", names), deal(data, replicas))
     (reference,) = modes.get("numpy").run(Combine("list", "tree", names), [data])
@@ -114,6 +114,6 @@ def test_canonical_tree(replicated: modes.Mode, replicas: int, names: tuple[str,
 @settings(max_examples=6)
 @given(data=contributions(2, FLOATS))
 def test_two_terms_have_one_order(replicated: modes.Mode, names: tuple[str, ...], data: Any) -> None:
-    """Two replicas with one contribution each: addition commutes, so even the framework's all-reduce is exact."""
+    """With one contribution on each of two replicas, even the framework's all-reduce has only one possible result."""
     for result in replicated.run(Combine("replicas", "sequential", names), deal(data, 2)):
         check(result, data, "sequential")
