@@ -55,7 +55,7 @@ def verify_command(
     show(console, f"{verdict} ({report.seconds:.0f} s)", passes, outcomes.sections(outcomes.summary(report)))
     for finding in report.failed:
         # Repeated at the end, where readers of a long output look.
-        line = f"  {finding.name}: promised {finding.promise}, found {outcomes.measured(finding)}"
+        line = f"  {finding.name}: expected {finding.promise}, measured {outcomes.measured(finding)}"
         console.print(plain(line, "bold red"))
     files.write_json(outcomes.as_json(report))
     files.write_page("gradcombine verify", verdict, passes, outcomes.sections(report))

@@ -13,8 +13,8 @@ from gradcombine.reporting.sections import Cells, Curves, Section
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 
 BITS, BOUND, DIFFERS, CLEAN, NAMED = "bits", "bound", "differs", "clean", "named"
-"""Promises of a row: the reference's bits; a distance within the rounding bound; for contrast, a distance beyond the
-bound; a step without defects; for contrast, a step whose defect is reported.
+"""Expected outcomes: the reference's bits; a distance within the rounding bound; for contrast, a distance beyond
+the bound; a step without defects; for contrast, a step whose defect is reported.
 """
 
 LIST, TIME, REPLICAS, TIME_AND_REPLICAS = "list", "time", "replicas", "time x replicas"
@@ -28,8 +28,8 @@ class Finding:
     Attributes:
       section: part of the report.
       labels: identify the row within its section.
-      promise: one of the promises above, or another word.
-      holds: whether the promise was kept.
+      promise: the expected outcome, one of the constants above or another word.
+      holds: whether it has that outcome.
       ulps: largest distance from the reference, in units in the last place; None if there is no reference.
       relative: largest distance from the reference, relative to the largest magnitude of the leaf.
       share: measured value divided by the bound.
@@ -106,7 +106,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def verdict(report: Report) -> str:
     """Summary in one sentence."""
     rows, failed = len(report.findings), len(report.failed)
-    return f"{failed} of {rows} promises not kept." if failed else f"All {rows} rows keep their promises."
+    return f"{failed} of {rows} rows fail." if failed else f"All {rows} rows hold."
 
 
 def sections(report: Report) -> list[Section]:
@@ -119,7 +119,7 @@ def sections(report: Report) -> list[Section]:
     settings.append(Cells(("seconds", f"{report.seconds:.0f}")))
     failed = [Cells((row.name, row.promise, measured(row)), False) for row in report.failed]
     return [
-        *([Section("Not kept", columns=("row", "promise", "measured"), rows=failed, whole=True)] if failed else []),
+        *([Section("Failed", columns=("row", "expected", "measured"), rows=failed, whole=True)] if failed else []),
         Section("Summary", _description(report)),
         _grid(report),
         *(_section(*key, list(rows)) for key, rows in groupby(report.findings, key=table)),
@@ -191,7 +191,7 @@ def _section(name: str, framework: str, findings: Sequence[Finding]) -> Section:
     title, note = (f"Combine in {framework}", _DISTANCES) if framework else (_TITLES[name], _NOTES[name])
     cells = [_cells(row, labels) for row in findings]
     folded = bool(framework) and all(row.holds for row in findings)
-    return Section(title, note, columns=(*labels, "promise", *results, ""), rows=cells, whole=True, folded=folded)
+    return Section(title, note, columns=(*labels, "expected", *results, ""), rows=cells, whole=True, folded=folded)
 
 
 def _cells(row: Finding, labels: Sequence[str]) -> Cells:

@@ -1,7 +1,7 @@
 # pyright: standard
-"""Rows of the combine: what they compute, what they promise (`promised`), and how they are checked (`Judge`).
+"""Rows of the combine: what they compute, the expected outcome (`promised`), and how they are checked (`Judge`).
 
-`flip_lowest_bit` injects a fault that breaks a promise. `prepare_devices` and `prepare_tensorflow` set up the devices.
+`flip_lowest_bit` injects a fault that must be detected. `prepare_devices` and `prepare_tensorflow` set up the devices.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ def test_a_page_holds_every_row_and_stands_alone(tmp_path: Path, more: tuple[Fin
 
 def test_a_broken_promise_is_named_first(tmp_path: Path) -> None:
     text = written(tmp_path / "out.html", report(*BROKEN))
-    assert "2 of 5 promises not kept." in text
-    assert text.index("Not kept") < text.index("Combine: the same contributions")
+    assert "2 of 5 rows fail." in text
+    assert text.index("Failed") < text.index("Combine: the same contributions")
     assert "<td>combine: jax / pmap / replicas / 4 / tree</td><td>bits</td><td>NaN</td>" in text
     assert text.count('class="bad"') == 5
-    assert "Not kept" not in {each.title for each in findings.sections(report())}
+    assert "Failed" not in {each.title for each in findings.sections(report())}
 
 
 def test_the_grid_has_the_worst_of_the_numbers_of_replicas_in_a_cell() -> None:
@@ -103,7 +103,7 @@ def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
         ("pmap", "replicas", "2 4", "tree", "bits", "equal bits", "", "0.5", "ok"),
         ("pmap", "replicas", "8", "tree", "bits", "7 ulp", "", "0.5", "no"),
     ]
-    assert [row.cells[0] for row in tables["Not kept"].rows] == ["combine: jax / pmap / replicas / 8 / tree"]
+    assert [row.cells[0] for row in tables["Failed"].rows] == ["combine: jax / pmap / replicas / 8 / tree"]
 
 
 def test_lines_of_a_note_stay_lines() -> None:
@@ -158,7 +158,8 @@ def test_the_command_writes_the_page(tmp_path: Path, options: list[str], status:
     done = CliRunner().invoke(app, ["verify", "--html", str(path), *options], env={"COLUMNS": "120"})
     assert done.exit_code == status, done.output
     assert re.search("jax +█▅▁ +2.5000 to 0.5000", done.output)
-    assert ("promises not kept" in path.read_text()) == bool(status)
+    assert ("rows fail." in path.read_text()) == bool(status)
+    assert ("expected bits, measured NaN" in done.output) == bool(status)
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])
