@@ -1,9 +1,8 @@
-"""Environments of their own, made by uv: the suites on other versions, each extra alone, and the distributions.
+"""Sessions in separate environments, created by uv: tests with other versions, each extra alone, and distributions.
 
-``nox -l`` lists the sessions; ``nox -s versions`` runs the quick suite on the lowest, the default and the newest
-versions, ``nox -s distributions`` builds, checks and installs what is released, ``nox -s field`` and
-``nox -s field_audit`` check released packages, ``nox -s ratios`` measures benchmarks again. What follows ``--`` goes to
-pytest, or to the gate.
+``nox -l`` lists the sessions: ``versions`` runs the quick tests with the lowest, default and newest versions,
+``distributions`` builds, checks and installs wheel and sdist, ``field`` and ``field_audit`` check released packages,
+and ``ratios`` repeats the benchmarks. Arguments after ``--`` are passed on.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ nox.options.sessions = ["distributions"]
 FRAMEWORKS = "jax,tensorflow,optax,keras,flax,equinox,orbax,safetensors,sklearn"
 
 VERSIONS = {
-    # The floors of pyproject.toml, with what the tests need beside them as new as it goes together with these.
+    # The minimum versions of pyproject.toml, with the newest test dependencies that are compatible with them.
     "lowest": ("3.11", ("jax==0.9.1", "optax==0.2.8", "tensorflow==2.19.0", "keras==3.12.0", "numpy==2.0.2")),
     "default": ("3.11", ()),
     "newest, Python 3.12": ("3.12", ()),
     "newest": ("3.13", ()),
 }
-"""By name: the Python, and what is pinned."""
+"""Python version and pinned packages, by name."""
 
 ALONE = {
     "": ("numpy", ("jax", "tensorflow", "typer")),
@@ -38,7 +37,7 @@ ALONE = {
     "cli": ("cli", ("jax", "tensorflow", "keras", "optax")),
     "cli,jax": ("check", ("tensorflow", "keras", "optax", "matplotlib")),
 }
-"""By extra: the program below that has to run with it alone, and what may not be there."""
+"""By extra: the program in `PROGRAMS` that must run with it alone, and the modules that must be absent."""
 
 PROGRAMS = {
     "numpy": """
@@ -90,7 +89,7 @@ PROGRAMS = {
         command = [os.path.join(os.path.dirname(sys.executable), "gradcombine"), "diff", "a.npz"]
         assert [subprocess.run([*command, f"{b}.npz"]).returncode for b in "ab"] == [0, 1]
     """,
-    # The listing of docs/check.md, and what the page says that the command prints.
+    # Runs the listing of docs/check.md and compares the output with the page.
     "check": """
         import pathlib, re, subprocess
         page = (pathlib.Path({root!r}) / "docs" / "check.md").read_text()
@@ -125,7 +124,7 @@ FIELD = {
     "easydel": ("3.11", f"{TORCH} pillow easydel==0.3.0", ""),
     **{f"maxtext {x}": ("3.12", MAXTEXT, f"maxtext=={x} {ACCELERATED}") for x in ("0.2.4", "0.2.5")},
 }
-"""By name: the Python, what is installed, and what is installed without its requirements (accelerators' packages)."""
+"""By environment: Python version, packages, and packages installed without dependencies (those for accelerators)."""
 
 HARNESSES = {
     "jax": (
@@ -151,25 +150,25 @@ HARNESSES = {
 }
 
 COMPILED = ("jax", "privacy", "numpyro", "brax", "drjax", "tunix", "easydel", "maxtext 0.2.4", "maxtext 0.2.5")
-"""Environments whose steps are one program of JAX."""
+"""Environments whose steps are a single JAX program."""
 
-LACKING = """
+ABSENCE_CHECK = """
 import importlib, importlib.util, os, sys
 import gradcombine as gc
 assert not [name for name in {absent!r} if importlib.util.find_spec(name)]
-for door in ("horovod", "jax", "keras", "optax", "tensorflow"):
+for name in ("horovod", "jax", "keras", "optax", "tensorflow"):
     try:
-        importlib.import_module("gradcombine.integrations." + door)
+        importlib.import_module("gradcombine.integrations." + name)
     except ImportError as error:
-        extra = {{"horovod": "tensorflow"}}.get(door, door)
-        assert door not in {extras!r} and f"pip install 'gradcombine[{{extra}}]'" in str(error), error
+        extra = {{"horovod": "tensorflow"}}.get(name, name)
+        assert name not in {extras!r} and f"pip install 'gradcombine[{{extra}}]'" in str(error), error
 """
 
 
 @nox.session(python=False)
 @nox.parametrize("name", list(VERSIONS))
 def versions(session: nox.Session, name: str) -> None:
-    """The quick suite, or what is named after ``--``, on these versions."""
+    """Runs pytest, by default the quick tests, with these versions."""
     python, pins = VERSIONS[name]
     environment = Path(session.create_tmp()) / name
     interpreter = environment / "bin" / "python"
@@ -181,46 +180,46 @@ def versions(session: nox.Session, name: str) -> None:
 
 @nox.session(python=False)
 def ratios(session: nox.Session) -> None:
-    """Fails if a ratio of benchmarks/ratios.json became worse, in the active environment; takes minutes."""
+    """Fails if a ratio is worse than in benchmarks/ratios.json. Uses the active environment; takes minutes."""
     session.run("python", "benchmarks/gate.py", *session.posargs)
 
 
-def of_package(session: nox.Session, name: str) -> str:
-    """Makes the environment of this name; returns its interpreter."""
-    python, packages, alone = FIELD[name]
+def create_environment(session: nox.Session, name: str) -> str:
+    """Creates an environment of `FIELD`, and returns its interpreter."""
+    python, packages, without_dependencies = FIELD[name]
     environment = Path(session.create_tmp()).absolute() / name.replace(" ", "-")
     interpreter = str(environment / "bin" / "python")
     session.run("uv", "venv", "-q", "--clear", "--python", python, str(environment), external=True)
     install = ("uv", "pip", "install", "-q", "--python", interpreter)
     session.run(*install, "-e", ".", *packages.split(), external=True)
-    if alone:
-        session.run(*install, "--no-deps", *alone.split(), external=True)
+    if without_dependencies:
+        session.run(*install, "--no-deps", *without_dependencies.split(), external=True)
     return interpreter
 
 
 @nox.session(python=False)
 def field(session: nox.Session) -> None:
-    """Checks steps of released packages, each in an environment of its own, and writes the table of docs/field.md.
+    """Checks steps of released packages in separate environments, and writes the table of docs/field.md.
 
-    Of environments that are named after ``--``, the rows alone.
+    With names of environments after ``--``, updates only their rows.
     """
     rows: list[str] = []
     for name in session.posargs or FIELD:
-        interpreter = of_package(session, name)
-        made = session.run(interpreter, "-m", "tests.field.run", *HARNESSES[name], external=True, silent=True)
-        rows += [line for line in str(made).splitlines() if line.startswith('{"')]
-    found = Path(session.create_tmp()) / "rows.json"
-    found.write_text("\n".join(rows))
-    session.run("python", "-m", "tests.field.table", str(found), *["--keep"] * bool(session.posargs))
+        interpreter = create_environment(session, name)
+        output = session.run(interpreter, "-m", "tests.field.run", *HARNESSES[name], external=True, silent=True)
+        rows += [line for line in str(output).splitlines() if line.startswith('{"')]
+    path = Path(session.create_tmp()) / "rows.json"
+    path.write_text("\n".join(rows))
+    session.run("python", "-m", "tests.field.table", str(path), *["--keep"] * bool(session.posargs))
 
 
 @nox.session(python=False)
 def field_audit(session: nox.Session) -> None:
-    """Compiles the JAX steps of released packages for 8 CPUs, 8 H100s and 16 TPU chips, and prints what audits find."""
+    """Compiles the JAX steps of released packages for 8 CPUs, 8 H100s and 16 TPU chips, and prints their audits."""
     for name in session.posargs or COMPILED:
-        interpreter = of_package(session, name)
-        shown = session.run(interpreter, "-c", "import jax; print(jax.__version__)", external=True, silent=True)
-        version = str(shown).split()[-1]
+        interpreter = create_environment(session, name)
+        output = session.run(interpreter, "-c", "import jax; print(jax.__version__)", external=True, silent=True)
+        version = str(output).split()[-1]
         install = ("uv", "pip", "install", "-q", "--python", interpreter)
         session.run(*install, f"jax[tpu]=={version}", external=True)
         compilers = (f"jax-cuda12-plugin=={version}", f"jax-cuda12-pjrt=={version}")
@@ -234,14 +233,14 @@ def field_audit(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def guided(session: nox.Session) -> None:
-    """The coverage-guided fuzzer, with what is named after ``--``; a minute for each reader of files."""
+    """Runs the coverage-guided fuzzer, by default for a minute per file reader."""
     session.install("-e", ".[test]", "atheris==3.0.0")
     session.run("python", "-m", "tests.fuzz.guided", *session.posargs)
 
 
 @nox.session
 def distributions(session: nox.Session) -> None:
-    """Builds wheel and sdist, checks them, and runs a program of each extra in an environment that has it alone."""
+    """Builds and checks wheel and sdist, and runs one program per extra in an environment with this extra only."""
     folder = Path(session.create_tmp()) / "dist"
     session.install("build", "twine")
     session.run("python", "-m", "build", "--outdir", str(folder), ".")
@@ -250,16 +249,16 @@ def distributions(session: nox.Session) -> None:
     with zipfile.ZipFile(wheel) as opened:
         (metadata,) = (opened.read(name).decode() for name in opened.namelist() if name.endswith("/METADATA"))
     if dead := re.findall(r"\]\((?!https?:)[^)]*\)|<picture>", metadata):
-        session.error(f"a registry's page would have dead links: {dead}")
+        session.error(f"the description on PyPI would have dead links: {dead}")
     for extra, (program, absent) in ALONE.items():
         environment = Path(session.create_tmp()) / (extra.replace(",", "-") or "none")
         interpreter = str((environment / "bin" / "python").absolute())
         package = f"{wheel}[{extra}]" if extra else str(archive)
         session.run("uv", "venv", "-q", "--clear", str(environment), external=True)
         session.run("uv", "pip", "install", "-q", "--python", interpreter, package, external=True)
-        lacking = LACKING.format(absent=absent, extras=tuple(extra.split(",")))
-        with session.chdir(environment):  # the package that is imported is the installed one
+        check = ABSENCE_CHECK.format(absent=absent, extras=tuple(extra.split(",")))
+        with session.chdir(environment):  # imports the installed package, not the checkout
             text = textwrap.dedent(PROGRAMS[program])
-            code = lacking + (text.format(root=str(Path(__file__).parent.absolute())) if program == "check" else text)
+            code = check + (text.format(root=str(Path(__file__).parent.absolute())) if program == "check" else text)
             session.run(interpreter, "-c", code, external=True, log=False)
-        session.log(f"{extra or 'no extra'}: ran, without {', '.join(absent)}")
+        session.log(f"{extra or 'no extra'}: passed without {', '.join(absent)}")
