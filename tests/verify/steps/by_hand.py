@@ -1,6 +1,6 @@
-"""A model of words in NumPy, with its gradient by hand: cheap enough for every defect.
+"""A next-token model in NumPy with a hand-written gradient, cheap enough to run with every defect.
 
-An embedding, a linear layer and a softmax predict the next word. The loss is a mean over the real tokens of a batch.
+An embedding, a linear layer and a softmax predict the next token. The loss is the mean over the real tokens of a batch.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def sums(p: Floats, part: Any) -> tuple[Floats, Any]:
     x, weights = embedding[tokens[:, :-1]], mask[:, 1:]
     logits = x @ kernel + bias
     logits = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    off = logits / logits.sum(axis=-1, keepdims=True)
-    np.put_along_axis(off, tokens[:, 1:, None], np.take_along_axis(off, tokens[:, 1:, None], -1) - 1, -1)
-    off = off * weights[..., None]
-    of_embedding = np.zeros_like(embedding)
-    np.add.at(of_embedding, tokens[:, :-1], off @ kernel.T)
-    flat = off.reshape(-1, VOCABULARY)
-    return [of_embedding, x.reshape(-1, WIDTH).T @ flat, flat.sum(axis=0)], weights.sum()
+    cotangent = logits / logits.sum(axis=-1, keepdims=True)
+    labels = tokens[:, 1:, None]
+    np.put_along_axis(cotangent, labels, np.take_along_axis(cotangent, labels, -1) - 1, -1)
+    cotangent = cotangent * weights[..., None]
+    embedding_grad = np.zeros_like(embedding)
+    np.add.at(embedding_grad, tokens[:, :-1], cotangent @ kernel.T)
+    flat = cotangent.reshape(-1, VOCABULARY)
+    return [embedding_grad, x.reshape(-1, WIDTH).T @ flat, flat.sum(axis=0)], weights.sum()

@@ -1,7 +1,7 @@
-"""Steps that accumulate microbatches, with the defects that people plant without meaning to; for any framework.
+"""Steps that accumulate microbatches, correct and with the usual bugs, for arrays of any framework.
 
-Each is made of ``sums(params, batch)``, which gives the gradients of a summed loss, a list of arrays, and the number of
-tokens.
+Each is built from ``sums(params, batch)``, which returns the gradients of the summed loss (a list of arrays) and the
+number of tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def over(grads: list[Any], divisor: Any) -> list[Any]:
 
 
 def as_dtype(number: Any, like: Any) -> Any:
-    """A number in the dtype of an array of its framework."""
+    """`number` in the dtype of `like`; Python numbers are left to the promotion rules of TensorFlow and JAX."""
     if isinstance(number, (int, float, np.number)):
         return like.dtype.type(number) if isinstance(like, np.ndarray) else number
     return number.astype(like.dtype) if hasattr(number, "astype") else number
@@ -62,7 +62,7 @@ def right(sums: Sums, k: int) -> Any:
 
 
 def backwards(sums: Sums, k: int) -> Any:
-    """The order of additions."""
+    """Adds the microbatches in reverse order."""
 
     def step(p: Any, batch: Any) -> Any:
         made = [sums(p, part) for part in reversed(pieces(batch, k))]
@@ -98,7 +98,7 @@ def mean_of_means(sums: Sums, k: int) -> Any:
 
 
 def sum_of_means(sums: Sums, k: int) -> Any:
-    """The sum of means in place of the mean, with the weights right."""
+    """`k` times the mean; the weights of the examples are right."""
     return lambda p, batch: [x * k for x in right(sums, k)(p, batch)]
 
 
@@ -111,7 +111,7 @@ def drops_the_rest(sums: Sums, k: int) -> Any:
 
 
 def drops_the_last(sums: Sums, k: int) -> Any:
-    """An off by one of a loop; the sum is divided by all tokens."""
+    """Loop with an off-by-one error: omits the last microbatch but divides by all tokens."""
 
     def step(p: Any, batch: Any) -> Any:
         made = [sums(p, part) for part in pieces(batch, k)]
@@ -121,12 +121,12 @@ def drops_the_last(sums: Sums, k: int) -> Any:
 
 
 def only_the_last(sums: Sums, k: int) -> Any:
-    """Overwritten, not accumulated."""
+    """Overwrites the gradient instead of accumulating it."""
     return lambda p, batch: mean(sums, p, pieces(batch, k)[-1])
 
 
 def doubles(sums: Sums, k: int) -> Any:
-    """Windows that overlap by a row."""
+    """Microbatches that overlap by one row."""
 
     def step(p: Any, batch: Any) -> Any:
         n, size = length(batch), length(batch) // k
@@ -146,12 +146,12 @@ def clips_each(sums: Sums, k: int, norm: float = 0.05) -> Any:
 
 
 def decays_each(sums: Sums, k: int, rate: float = 1e-3) -> Any:
-    """Decay at each microbatch."""
+    """Adds the weight decay at each microbatch."""
     return lambda p, batch: [g + x * as_dtype(rate * k, x) for g, x in zip(right(sums, k)(p, batch), p, strict=True)]
 
 
 def scheduled_each(sums: Sums, k: int) -> Any:
-    """A rate that falls at each microbatch, though all weigh the same."""
+    """Halves the learning rate at each microbatch instead of once per window."""
 
     def step(p: Any, batch: Any) -> Any:
         made = [sums(p, part) for part in pieces(batch, k)]
@@ -162,7 +162,7 @@ def scheduled_each(sums: Sums, k: int) -> Any:
 
 
 def updates_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
-    """New parameters, of an update at each microbatch."""
+    """Updates the parameters at each microbatch; returns the new parameters."""
 
     def step(p: Any, batch: Any) -> Any:
         for part in pieces(batch, k):
@@ -182,7 +182,7 @@ def narrow(sums: Sums, k: int, dtype: Any = np.float16) -> Any:
 
 
 def overwrites_rows(sums: Sums, k: int) -> Any:
-    """Rows of the embedding are set, where they should be added."""
+    """Sets the rows of the embedding gradient instead of adding to them."""
 
     def step(p: Any, batch: Any) -> Any:
         made = [sums(p, part) for part in pieces(batch, k)]
@@ -197,7 +197,7 @@ def overwrites_rows(sums: Sums, k: int) -> Any:
 
 
 def pads_with_zeros(sums: Sums, k: int) -> Any:
-    """Fills up the last microbatch, and counts what it is filled with."""
+    """Pads the last microbatch with zeros and counts the padding as examples."""
 
     def step(p: Any, batch: Any) -> Any:
         more = -length(batch) % k
@@ -210,7 +210,7 @@ def pads_with_zeros(sums: Sums, k: int) -> Any:
 
 
 def trains_on_padding(sums: Sums, k: int) -> Any:
-    """Forgets the mask of the rows in all but one batch."""
+    """Ignores the padding mask, except with a single batch."""
 
     def step(p: Any, batch: Any) -> Any:
         used = batch if k == 1 else batch | {"mask": np.ones_like(batch["mask"])}
@@ -220,7 +220,7 @@ def trains_on_padding(sums: Sums, k: int) -> Any:
 
 
 class Stateful:
-    """Keeps what it has summed, from call to call."""
+    """Never resets its accumulator between calls."""
 
     def __init__(self, sums: Sums, k: int) -> None:
         self._sums, self._k, self._total = sums, k, None

@@ -1,4 +1,4 @@
-"""A small language model weighted by its tokens, 50 to 2,000 a sentence, and a trainer of it."""
+"""A small token-weighted language model on sentences of 50 to 2,000 tokens, and its trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ P = jax.sharding.PartitionSpec
 
 @cache
 def problem(seed: int = 0) -> tuple[Tree, Tree]:
-    """Parameters, and sentences of 50 to 2,000 tokens."""
+    """Returns the parameters and a batch of sentences of 50 to 2,000 tokens."""
     rng = np.random.default_rng(seed)
     shapes = {"embed": (VOCABULARY, WIDTH), "hidden": (WIDTH, WIDTH), "gate": (WIDTH,), "out": (WIDTH, VOCABULARY)}
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     lengths = rng.integers(50, 2000, EXAMPLES)
-    lengths[1::4] = 2000  # the last word of a whole line is followed by the next line, where labels are rolled
+    lengths[1::4] = 2000  # full rows: rolled labels reach into the next row
     tokens = rng.integers(1, VOCABULARY, (EXAMPLES, LENGTH)) * (np.arange(LENGTH) <= lengths[:, None])
     return params, {"tokens": tokens.astype(np.int32), "id": np.arange(EXAMPLES, dtype=np.int32)}
 
@@ -32,10 +32,10 @@ class Model(NamedTuple):
     """The model and its loss.
 
     Attributes:
-      dtype: of the products.
-      rolled: whether the next word is found by a roll over the flattened microbatch.
-      keys: what a sentence is dropped out by: "": by nothing, "id": by its number, "place": by one key for all.
-      onehot: whether words are looked up by a product.
+      dtype: dtype of the matrix products.
+      rolled: whether the labels are made by rolling the flattened microbatch.
+      keys: dropout keys. "": no dropout, "id": a key per sentence, "place": one key for every microbatch.
+      onehot: whether the embedding lookup is a product with one-hot vectors.
     """
 
     dtype: Any = jnp.float32
@@ -44,7 +44,7 @@ class Model(NamedTuple):
     onehot: bool = False
 
     def sums(self, params: Tree, batch: Tree) -> dict[str, tuple[Tree, Any]]:
-        """The gradient of the cross entropy's sum, and of the gate's auxiliary loss, with what each is divided by."""
+        """Gradients of the summed cross entropy and of the gate's auxiliary loss, each with its denominator."""
         tokens = batch["tokens"]
         words, labels = tokens[:, :-1], tokens[:, 1:]
         mask = (labels > 0).astype(jnp.float32)
@@ -97,7 +97,7 @@ def over(pair: tuple[Tree, Any], divisor: Any = None) -> Tree:
 
 
 def both(parts: list[Tree], aux: float) -> Tree:
-    """The mean over all tokens, and some of the mean over all sentences."""
+    """Mean over all tokens, plus `aux` times the mean over all sentences."""
     mean = over(total(parts, "ce"))
     return plus(mean, scaled(over(total(parts, "aux")), aux)) if aux else mean
 
@@ -107,12 +107,12 @@ def at(stacked: Tree, i: int) -> Tree:
 
 
 def neighbours(batch: Tree, k: int) -> Tree:
-    """Microbatches of examples that are beside each other."""
+    """Splits the batch into microbatches of consecutive examples."""
     return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
 
 
 def strided(batch: Tree, k: int) -> Tree:
-    """Microbatches of every k-th example."""
+    """Splits the batch into microbatches of every k-th example."""
     return jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
@@ -120,17 +120,17 @@ AUX = 30.0
 
 
 class Trainer(NamedTuple):
-    """A step of k microbatches on one device, or of one on each of several devices.
+    """A training step of k microbatches on one device, or of one microbatch on each of several devices.
 
     Attributes:
       model: computes the sums of a microbatch.
-      combine: from the sums of all microbatches, their number and `aux` to a gradient.
-      divide: the batch into microbatches.
-      loop: ``(function, microbatches) -> results``, stacked.
+      combine: ``(sums of each microbatch, k, aux) -> gradient``.
+      divide: splits the batch into k stacked microbatches.
+      loop: ``(function, microbatches) -> stacked results``.
       each: whether the optimizer runs at each microbatch.
-      decay: by how much the parameters decay at each microbatch.
-      aux: the factor of the auxiliary loss.
-      exchange: from the sums of a device and `aux` to a gradient, inside of `shard_map`; None: no exchange is needed.
+      decay: relative weight decay applied at each microbatch but the first.
+      aux: coefficient of the auxiliary loss.
+      exchange: ``(sums of this device, aux) -> gradient`` inside `shard_map`; None on one device.
     """
 
     model: Model = Model()

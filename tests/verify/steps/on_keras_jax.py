@@ -1,6 +1,6 @@
-"""A small model in Keras on JAX, checked; run as a program with KERAS_BACKEND=jax.
+"""Checks a small Keras model on the JAX backend; run as a program with KERAS_BACKEND=jax.
 
-It prints a line of JSON: the name of the cause by that of the step.
+Prints one line of JSON: the cause's name, or null, for each step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def model(*layers: Any) -> Any:
 
 
 def sums_of(net: Any) -> Any:
-    """From trainable variables and a batch to summed gradients and tokens."""
+    """Returns ``(variables, batch) -> (gradients of the summed loss, number of tokens)``."""
     fixed = [x.value for x in net.non_trainable_variables]
 
     def summed(variables: Any, part: Any) -> Any:
         logits, _ = net.stateless_call(variables, fixed, part["tokens"][:, :-1], training=True)
-        found = jnp.take_along_axis(jax.nn.log_softmax(logits), part["tokens"][:, 1:, None], -1)
-        mask = part["mask"][:, 1:].astype(found.dtype)
-        return -jnp.sum(found[..., 0] * mask), jnp.sum(mask)
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), part["tokens"][:, 1:, None], -1)
+        mask = part["mask"][:, 1:].astype(log_probs.dtype)
+        return -jnp.sum(log_probs[..., 0] * mask), jnp.sum(mask)
 
     return jax.grad(summed, has_aux=True)
 
@@ -44,12 +44,12 @@ def compiled(net: Any, make: Any, k: int) -> Any:
 
 
 def trained(net: Any, make: Any, k: int) -> Any:
-    """New variables and the optimizer's, by Keras' Adam."""
+    """A step that returns the variables of the model and of Keras' Adam after one update."""
     optimizer = keras.optimizers.Adam(0.01)
     optimizer.build(net.trainable_variables)
-    begun = [x.value for x in optimizer.variables]
+    initial = [x.value for x in optimizer.variables]
     gradient = make(sums_of(net), k)
-    return jax.jit(lambda p, batch: optimizer.stateless_apply(begun, gradient(p, batch), p))
+    return jax.jit(lambda p, batch: optimizer.stateless_apply(initial, gradient(p, batch), p))
 
 
 def main() -> None:
@@ -63,12 +63,12 @@ def main() -> None:
         "trained": (model(), trained, defects.right, {"returns": "params"}),
         "trained on means of means": (model(), trained, defects.mean_of_means, {"returns": "params"}),
     }
-    found: dict[str, str | None] = {}
-    for name, (net, make, divided, options) in steps.items():
+    causes: dict[str, str | None] = {}
+    for name, (net, make, defect, options) in steps.items():
         params = [x.value for x in net.trainable_variables]
-        report = check_step(partial(make, net, divided), params, by_hand.batch(), microbatches=(4,), **options)
-        found[name] = None if report.cause is None else report.cause.name
-    print(json.dumps(found))
+        report = check_step(partial(make, net, defect), params, by_hand.batch(), microbatches=(4,), **options)
+        causes[name] = None if report.cause is None else report.cause.name
+    print(json.dumps(causes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Right steps in the forms that people write them in: states, trees, modules, meshes, and other frameworks."""
+"""Correct steps in the forms users write: train states, pytrees, modules, meshes, and other frameworks."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def callbacks_and_metrics(k: int) -> Any:
 
 
 class Engine:
-    """Gradients by requests: some calls of `forward_backward`, and one of `optim_step`."""
+    """A training service: several calls of `forward_backward`, then one of `optim_step`."""
 
     _grad = staticmethod(jax.jit(jax.grad(masked_sum)))
 
@@ -344,7 +344,7 @@ LION = optax.lion(1e-3)
 
 @right((KEYS, LION.init(KEYS)), SENTENCES, returns="params", microbatches=(2,))
 def lion_of_biased_keys_in_bfloat16(k: int) -> Any:
-    """The gradient of the keys' bias is nothing but rounding, in float64 too, and Lion takes its sign."""
+    """The gradient of the keys' bias is pure rounding noise, even in float64, and Lion takes its sign."""
 
     def loss(p: Any, tokens: Any) -> tuple[Any, Any]:
         real, logits = tokens[:, 1:] > 0, nnx.merge(BIASED, p, REST)(tokens[:, :-1])
@@ -495,4 +495,4 @@ def adam_in_numpy(k: int) -> Any:
 
 
 NOT_COMPARED = {"variables_of_float32": "it returns float32 for float64 inputs"}
-"""Steps whose accuracy cannot be measured, and the reason: they are not accused, and do not pass."""
+"""Steps whose accuracy cannot be measured, with the reason: they neither fail nor pass."""

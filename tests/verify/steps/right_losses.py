@@ -1,4 +1,4 @@
-"""Right steps as people write them, by their losses, optimizers and statistics: JAX functions of (params, batch)."""
+"""Correct steps as users write them, with many losses, optimizers and statistics: JAX functions of (params, batch)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,7 @@ LAYERS = {"embed": drawn(WORDS, WIDTH), "w": 0.3 * drawn(3, WIDTH, WIDTH), "out"
 
 
 class Right(NamedTuple):
-    """A right step.
-
-    Attributes:
-      make_step: as check_step takes it.
-      params, batch, options: the other arguments.
-    """
+    """Arguments of `check_step` with a correct step."""
 
     make_step: Any
     params: Any
@@ -50,7 +45,7 @@ RIGHT: dict[str, Right] = {}
 
 
 def right(params: Any, batch: Any, **options: Any) -> Callable[[Any], Any]:
-    """Registers a factory of right steps under its name."""
+    """Registers a factory of correct steps under the function's name."""
 
     def add(make_step: Any) -> Any:
         RIGHT[make_step.__name__] = Right(make_step, params, batch, options)
@@ -76,7 +71,7 @@ def plus(*trees: Any) -> Any:
 
 
 def in_a_scan(loss: Any, k: int, params: Any, batch: Any) -> Any:
-    """The gradient of a loss (sum, count), over the counts of all microbatches."""
+    """Gradient of a loss that returns (sum, count): the summed gradients over the total count."""
 
     def body(carry: Any, x: Any) -> Any:
         (_, count), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
@@ -88,7 +83,7 @@ def in_a_scan(loss: Any, k: int, params: Any, batch: Any) -> Any:
 
 
 def by_counts(loss: Any) -> Any:
-    """A factory of steps for a loss (sum, count)."""
+    """A factory of steps for a loss that returns (sum, count)."""
     return lambda k: jax.jit(partial(in_a_scan, loss, k))
 
 
@@ -132,14 +127,14 @@ def shifted(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def entropy(model: Model, params: Any, batch: Any, **others: Any) -> tuple[Any, Any]:
-    """The cross entropy's sum over real words, and their number."""
+    """Summed cross entropy over the real tokens, and their number."""
     x, y, mask = shifted(batch)
     each = optax.softmax_cross_entropy_with_integer_labels(model.apply({"params": params}, x, **others), y)
     return (each * mask).sum(), mask.sum()
 
 
 def dropped(model: Model, params: Any, batch: Any) -> tuple[Any, Any]:
-    """The same, dropped out by keys that belong to the sentences."""
+    """`entropy` with a dropout key per sentence."""
 
     def one(tokens: Any, i: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(3), i)
@@ -149,13 +144,13 @@ def dropped(model: Model, params: Any, batch: Any) -> tuple[Any, Any]:
     return made[0].sum(), made[1].sum()
 
 
-def begun(module: nn.Module, x: Any) -> Any:
-    """The variables of a module, as they are where JAX converts shapes and dtypes as it does by default."""
+def initialized(module: nn.Module, x: Any) -> Any:
+    """Initial variables of the module, under JAX's default rank and dtype promotion."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(np.asarray, module.init(jax.random.key(0), x))
 
 
-P = begun(Model(), TEXT["tokens"][:, :-1])["params"]
+P = initialized(Model(), TEXT["tokens"][:, :-1])["params"]
 LM = partial(entropy, Model())
 counted("float32", P, TEXT, LM)
 counted("bfloat16", P, TEXT, partial(entropy, Model(dtype=jnp.bfloat16)))
@@ -298,7 +293,7 @@ RIGHT |= {
     "lamb": updated(optax.lamb(1e-2)),
     "clipped by value": updated(optax.chain(optax.clip(0.05), optax.rmsprop(1e-2))),
     "noise once": updated(optax.chain(optax.add_noise(0.05, 0.0, 0), optax.sgd(0.1))),
-    "second moments of the whole": updated(optax.chain(optax.scale_by_rss(), optax.scale(-0.1))),
+    "second moments of the mean": updated(optax.chain(optax.scale_by_rss(), optax.scale(-0.1))),
     "average of parameters": updated(optax.adam(1e-2), lambda new, old: plus(scaled(old, 0.9), scaled(new, 0.1))),
     "frozen embeddings": updated(
         optax.multi_transform(
@@ -330,7 +325,7 @@ averaged("quantile", LINE, ROWS, quantile)
 
 @right(LINE, ROWS)
 def private_by_example(k: int) -> Any:
-    """Clips the gradient of each example, and adds noise once."""
+    """DP-SGD: clips the gradient of each example and adds noise once."""
 
     def one(p: Any, x: Any, y: Any) -> Any:
         return optax.huber_loss(x @ p["w"] + p["b"], y)
@@ -358,7 +353,7 @@ class Picture(nn.Module):
 
 
 IMAGES = {"image": drawn(N, 6, 6, 3), "label": RNG.integers(0, 4, N).astype(np.int32), "id": IDS}
-PICTURE = begun(Picture(), IMAGES["image"])["params"]
+PICTURE = initialized(Picture(), IMAGES["image"])["params"]
 
 
 def labelled(p: Any, batch: Any) -> Any:
@@ -375,7 +370,7 @@ def augmented(p: Any, batch: Any) -> Any:
 
 
 averaged("pictures", PICTURE, IMAGES, labelled)
-averaged("pictures changed by their own keys", PICTURE, IMAGES, augmented)
+averaged("pictures augmented by a key per example", PICTURE, IMAGES, augmented)
 
 
 class Normalized(nn.Module):
@@ -387,7 +382,7 @@ class Normalized(nn.Module):
         return nn.Dense(1)(nn.relu(x))[..., 0]
 
 
-NORMALIZED = begun(Normalized(), ROWS["x"])
+NORMALIZED = initialized(Normalized(), ROWS["x"])
 
 
 def normalized(p: Any, x: Any, axis: str | None = None) -> Any:
@@ -431,7 +426,7 @@ EXPERTS = {"router": drawn(WIDTH, 3), "experts": 0.3 * drawn(3, WIDTH, WIDTH), *
 
 
 def routed(p: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-    """Cross entropy's sum; the words; of each sentence, how often its words take each expert, and how probably."""
+    """Summed cross entropy, number of tokens, and per sentence the counts and summed probabilities of the experts."""
     x, y, mask = shifted(batch)
     h = p["embed"][x]
     probable = jax.nn.softmax(h @ p["router"])
@@ -459,7 +454,7 @@ def balance_of_sentences(k: int) -> Any:
 
 @right(EXPERTS, TEXT)
 def balance_of_the_batch(k: int) -> Any:
-    """How often experts are taken is counted in a first pass."""
+    """Counts the use of the experts over the full batch in a first pass."""
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
@@ -506,7 +501,7 @@ def packed(p: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def of_documents(p: Any, batch: Any) -> tuple[Any, Any]:
-    """A mean over documents of the mean over their words."""
+    """Sum over documents of the mean loss of their tokens, and the number of documents."""
     mask, total = in_segments(batch), jax.vmap(partial(jax.ops.segment_sum, num_segments=4))
     each = -log_probabilities(p, batch["tokens"]) * mask
     sums, counts = (total(x, batch["segments"][:, 1:])[:, 1:] for x in (each, mask))
@@ -520,7 +515,7 @@ def log_probabilities(p: Any, tokens: Any) -> Any:
 
 
 def layered(p: Any, batch: Any) -> tuple[Any, Any]:
-    """Layers in a scan, computed again in the backward pass."""
+    """Layers in a scan, rematerialized in the backward pass."""
     x, y, mask = shifted(batch)
     h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None)), p["embed"][x], p["w"])
     return (optax.softmax_cross_entropy_with_integer_labels(h @ p["out"], y) * mask).sum(), mask.sum()
@@ -534,7 +529,7 @@ APART |= {f"{name}_bias": FUSED["bias"][i * WIDTH : (i + 1) * WIDTH] for i, name
 
 
 def attended(p: Any, batch: Any) -> tuple[Any, Any]:
-    """Attention, of which the keys' bias changes nothing: its gradient is 0 but for rounding."""
+    """Attention with a bias of the keys, which has no effect: its gradient is 0 up to rounding."""
     x, y, mask = shifted(batch)
     h = p["embed"][x]
     if "qkv" in p:
@@ -605,7 +600,7 @@ def preferred(p: Any, batch: Any) -> Any:
 
 
 counted(
-    "groups whole in microbatches",
+    "groups not split by microbatches",
     LAYERS,
     REWARDED,
     lambda p, x: policy(p, x, advantages(x["reward"], x["group"], 4)),
@@ -620,9 +615,9 @@ def two_denominators(k: int) -> Any:
         total = count = apart = 0.0
         for i in range(k):
             x = part(batch, k, i)
-            mask, found = x["mask"][:, 1:], log_probabilities(p, x["tokens"])
-            total, count = total - (found * mask).sum(), count + mask.sum()
-            apart = apart + ((found - x["old"]) ** 2).mean(1).sum()
+            mask, log_probs = x["mask"][:, 1:], log_probabilities(p, x["tokens"])
+            total, count = total - (log_probs * mask).sum(), count + mask.sum()
+            apart = apart + ((log_probs - x["old"]) ** 2).mean(1).sum()
         return total / count + 0.1 * apart / N
 
     return jax.jit(jax.grad(loss))
@@ -660,7 +655,7 @@ def contrasted(x: Any, y: Any) -> Any:
 
 @right(TOWERS, PAIRS)
 def embeddings_first(k: int) -> Any:
-    """Embeddings of all microbatches, the loss' gradient by these, and theirs microbatch by microbatch."""
+    """Embeds all microbatches, differentiates the loss in the embeddings, then backpropagates by microbatch."""
 
     def encode(p: Any, batch: Any) -> Any:
         return batch["x"] @ p["x"], batch["y"] @ p["y"]

@@ -1,4 +1,4 @@
-"""Steps as people write them: metrics beside gradients, optimizers and their states, modules, names in a batch."""
+"""Steps as users write them: gradients with metrics, optimizer states, modules, and strings in the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def norm(grads: Any) -> Any:
 
 
 def with_metrics(make: Any, sums: Any, k: int) -> Any:
-    """The loss is right, whatever the gradients are."""
+    """Returns the gradients of `make`'s step and a correct loss."""
 
     def step(p: Any, batch: Any) -> Any:
         grads = make(sums, k)(p, batch)
@@ -38,7 +38,7 @@ def with_metrics(make: Any, sums: Any, k: int) -> Any:
 
 
 def clipped(make: Any, sums: Any, k: int) -> Any:
-    """The mean is clipped: no combination of what single examples give."""
+    """Clips the mean, which is then no linear combination of the examples' gradients."""
 
     def step(p: Any, batch: Any) -> Any:
         grads = make(sums, k)(p, batch)
@@ -49,7 +49,7 @@ def clipped(make: Any, sums: Any, k: int) -> Any:
 
 
 def rms_prop(make: Any, sums: Any, k: int, decay: float = 0.5) -> Any:
-    """New parameters and squares, and metrics after them; ``1 - decay`` and the decay are exact in float32, or not."""
+    """Returns new parameters, squares, and metrics. The default `decay` and ``1 - decay`` are exact in float32."""
 
     def step(state: Any, batch: Any) -> Any:
         p, squares = state
@@ -65,7 +65,7 @@ def rms_prop(make: Any, sums: Any, k: int, decay: float = 0.5) -> Any:
 
 
 def normalized(sums: Any, k: int) -> Any:
-    """Each microbatch by its own statistics, which are averaged over time as well."""
+    """Normalizes each microbatch by its statistics and updates a running mean."""
     del sums
 
     def step(p: Any, batch: Any) -> Any:
@@ -81,13 +81,13 @@ def normalized(sums: Any, k: int) -> Any:
 
 
 def kept_in_float32(sums: Any, k: int) -> Any:
-    """The same, of what no float64 comes through."""
+    """`normalized`, with a result that is float32 even for float64 inputs."""
     step = normalized(sums, k)
     return lambda p, batch: {"w": step(p, batch)["w"].astype(np.float32)}
 
 
 def decayed_each(sums: Any, k: int) -> Any:
-    """One update, and the new parameters decay at each microbatch."""
+    """Updates once, but decays the new parameters once per microbatch."""
 
     def step(p: Any, batch: Any) -> Any:
         kept = [x.dtype.type(1 - 2**-10) for x in p]
@@ -98,7 +98,7 @@ def decayed_each(sums: Any, k: int) -> Any:
 
 
 def decays_within(sums: Any, k: int) -> Any:
-    """The parameters decay at each microbatch, and are moved at the last one."""
+    """Decays the parameters after each microbatch and updates them once at the end."""
 
     def step(p: Any, batch: Any) -> Any:
         total, now = 0.0, p
@@ -111,7 +111,7 @@ def decays_within(sums: Any, k: int) -> Any:
 
 
 def iterated(sums: Any, k: int) -> Any:
-    """A state without examples, as of a spectral norm, that moves at each microbatch and scales its gradient."""
+    """Advances a state that depends on no example, as spectral norm does, at each microbatch."""
 
     def step(state: Any, batch: Any) -> Any:
         p, u = state
@@ -125,12 +125,12 @@ def iterated(sums: Any, k: int) -> Any:
 
 
 def unclipped(sums: Any, k: int) -> Any:
-    """Clips the mean of one batch alone."""
+    """Clips the mean only if there is a single batch."""
     return (clipped if k == 1 else lambda make, *others: make(*others))(defects.right, sums, k)
 
 
 def averaged(sums: Any, k: int) -> Any:
-    """An average of the new parameters, which is moved at each microbatch."""
+    """Moves an average of the parameters once per microbatch."""
 
     def step(state: Any, batch: Any) -> Any:
         p, average = state
@@ -143,7 +143,7 @@ def averaged(sums: Any, k: int) -> Any:
 
 
 def positives(sums: Any, k: int) -> Any:
-    """A mean over rare positives, of which a microbatch may have none: then its sum is divided by 1."""
+    """Mean over rare positives, dividing by at least 1 since a microbatch may have none."""
     del sums
 
     def one(p: Any, part: Any) -> Any:
@@ -155,7 +155,7 @@ def positives(sums: Any, k: int) -> Any:
 
 
 def relabelled(sums: Any, k: int) -> Any:
-    """A batch that says what it is, and how it is to be scaled."""
+    """Takes a batch with a string and a function among its values."""
 
     def step(p: Any, batch: Any) -> Any:
         assert batch["task"] == "words"
@@ -219,7 +219,7 @@ def test_what_people_return_and_pass(name: str) -> None:
 
 
 def test_a_wrong_division_is_named_before_constants_that_float32_has_not() -> None:
-    """1 - 0.9999 is further from float64 than rounding noise: NumPy's programs cannot be read or retyped."""
+    """``1 - 0.9999`` in float32 is off by more than rounding noise, and NumPy programs cannot be retyped."""
     make = partial(rms_prop, defects.mean_of_means, by_hand.sums, decay=0.9999)
     report = check_step(make, (PARAMS, squares()), BATCH, returns="params", microbatches=(4,))
     assert [fault.cause for fault in report.faults] == [Cause.MEAN_OF_MEANS], str(report)
@@ -227,7 +227,7 @@ def test_a_wrong_division_is_named_before_constants_that_float32_has_not() -> No
 
 
 def test_constants_that_float32_has_not_are_no_defect() -> None:
-    """A right step that cannot be retyped is not accused: its accuracy is not checked, and it does not pass."""
+    """A correct step that cannot be retyped neither fails nor passes: its accuracy is not checked."""
     make = partial(rms_prop, defects.right, by_hand.sums, decay=0.9999)
     report = check_step(make, (PARAMS, squares()), BATCH, returns="params", microbatches=(4,))
     assert (report.faults, report.passes) == ((), False), str(report)
@@ -267,7 +267,7 @@ def module(k: int) -> Any:
 
 
 def queued(k: int) -> Any:
-    """A queue of examples in their order, and a momentum of the parameters that moves at each microbatch."""
+    """Keeps a queue of examples in order, and moves an average of the parameters at each microbatch."""
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
@@ -294,7 +294,7 @@ def test_a_queue_of_examples_hides_no_other_cause() -> None:
 
 
 def normalised(k: int) -> Any:
-    """Adam on a batch-normalised net that loses the last microbatch; what one example gives is not finite."""
+    """Adam on a batch-normalized net that loses the last microbatch; the gradient of one example is not finite."""
     tx = optax.adam(0.1)
 
     def loss(p: Any, x: Any) -> Any:
@@ -311,7 +311,7 @@ def normalised(k: int) -> Any:
 
 
 def test_rows_of_another_batch_may_have_the_shape_of_a_parameter() -> None:
-    """Six rows of hidden values are as large as the second matrix: a gradient is not counted by its shape alone."""
+    """Six rows of activations have the shape of the second matrix: a gradient is not recognized by shape alone."""
     rng = np.random.default_rng(1)
     p = [rng.normal(size=shape).astype(np.float32) for shape in ((5, 6), (6, 6))]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -357,7 +357,7 @@ def test_statistics_are_named_in_float32_too() -> None:
 
 @pytest.mark.full
 def test_keras_on_jax() -> None:
-    """In a process of its own, whose Keras is on JAX."""
+    """Runs in a subprocess, since Keras fixes its backend at import."""
     command = [sys.executable, "-m", "tests.verify.steps.on_keras_jax"]
     cheaply = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
     environment = {**os.environ, "KERAS_BACKEND": "jax", "XLA_FLAGS": cheaply}

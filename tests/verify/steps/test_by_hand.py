@@ -1,4 +1,4 @@
-"""Each defect of a division is planted in a step by hand, and named; what is harmless is not accused."""
+"""Defects planted in a hand-written NumPy step are named; harmless reorderings are not accused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_given_reference_tells_which_side_is_off() -> None:
 
 
 def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
-    """It adds a large number and subtracts it again: the same in every division, and far from float64."""
+    """Adds a large number and subtracts it again: equal for every division of the batch, but far from float64."""
 
     def make_step(k: int) -> Any:
         del k
@@ -142,12 +142,12 @@ def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
 
 
 def of_terms(params: Any, part: Any) -> dict[str, Any]:
-    """Cross entropy over tokens, and a distance of the first words' embeddings from 0 over examples."""
+    """Two terms: the cross entropy per token, and an L2 penalty on the first token's embedding per example."""
     rows = part["tokens"][:, 0]
-    of_rows = np.zeros_like(params[0])
-    np.add.at(of_rows, rows, params[0][rows] / 8)
+    embedding_grad = np.zeros_like(params[0])
+    np.add.at(embedding_grad, rows, params[0][rows] / 8)
     zeros = [np.zeros_like(x) for x in params[1:]]
-    return {"words": by_hand.sums(params, part), "near": ([of_rows, *zeros], len(rows))}
+    return {"words": by_hand.sums(params, part), "near": ([embedding_grad, *zeros], len(rows))}
 
 
 def with_terms(divide: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Epsilons that are others in a division than in one batch, whose effect is below what rounding is allowed."""
+"""Epsilons that differ between one batch and microbatches, with an effect below the rounding tolerance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in {"x"
 
 
 def made(k: int, epsilon: float, guard: bool = False) -> Any:
-    """A step through a layer norm."""
+    """A step through a layer norm with this epsilon; `guard`: whether its divisor is clamped from below."""
 
     def loss(p: Any, part: Any) -> Any:
         h = part["x"] @ p["a"]

@@ -1,4 +1,4 @@
-"""A small transformer in Keras on TensorFlow, checked through its sums of gradients."""
+"""Defects planted in a small Keras transformer on TensorFlow are named, and correct steps are not accused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = np.array([6, 6, 5, 6, 3, 2, 3, 2])
 
 @cache
 def problem() -> tuple[Any, list[Any], dict[str, Any]]:
-    """The model, its variables, and sentences of different lengths."""
+    """Returns the model, its variables, and a batch of sentences of different lengths."""
     keras.utils.set_random_seed(0)
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = keras.layers.Embedding(VOCABULARY, WIDTH)(tokens)
@@ -38,7 +38,7 @@ def problem() -> tuple[Any, list[Any], dict[str, Any]]:
 
 @cache
 def gradients(batch_norm: bool = False) -> Any:
-    """From parameters and a batch to summed gradients, those of the embedding as rows, and tokens."""
+    """Returns ``(params, batch) -> (gradients of the summed loss, number of tokens)``."""
     model = problem()[0]
 
     @tf.function(reduce_retracing=True)
@@ -49,8 +49,8 @@ def gradients(batch_norm: bool = False) -> Any:
             if batch_norm:
                 logits = logits - tf.reduce_mean(logits, axis=(0, 1))
                 logits = logits / tf.sqrt(tf.reduce_mean(logits**2, axis=(0, 1)) + 0.1)
-            of_each = tf.nn.sparse_softmax_cross_entropy_with_logits(tokens[:, 1:], logits[:, :-1])
-            loss = tf.reduce_sum(of_each * tf.cast(mask[:, 1:], of_each.dtype))
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tokens[:, 1:], logits[:, :-1])
+            loss = tf.reduce_sum(losses * tf.cast(mask[:, 1:], losses.dtype))
         return tape.gradient(loss, params), tf.reduce_sum(mask[:, 1:])
 
     def sums(params: Any, batch: Any) -> Any:
@@ -61,7 +61,7 @@ def gradients(batch_norm: bool = False) -> Any:
 
 
 def as_rows(k: int) -> Any:
-    """One batch's gradient as TensorFlow gives it: that of the embedding is tf.IndexedSlices."""
+    """A step whose gradient of the embedding is a tf.IndexedSlices, as GradientTape returns it."""
     model = problem()[0]
 
     def step(params: Any, batch: Any) -> Any:
@@ -70,8 +70,8 @@ def as_rows(k: int) -> Any:
             tape.watch(params)
             for part in defects.pieces(batch, k):
                 logits, _ = model.stateless_call(params, model.non_trainable_variables, part["tokens"])
-                of_each = tf.nn.sparse_softmax_cross_entropy_with_logits(part["tokens"][:, 1:], logits[:, :-1])
-                total += tf.reduce_sum(of_each * tf.cast(part["mask"][:, 1:], of_each.dtype))
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(part["tokens"][:, 1:], logits[:, :-1])
+                total += tf.reduce_sum(losses * tf.cast(part["mask"][:, 1:], losses.dtype))
             loss = total / tf.cast(tokens, total.dtype)
         return tape.gradient(loss, params)
 
@@ -129,7 +129,7 @@ def test_a_planted_defect_is_named(make: Any, options: dict[str, Any], cause: Ca
 
 
 def assert_only_accuracy_is_open(report: StepReport) -> None:
-    """Layers of Keras cast to float32, and a program of TensorFlow is not retyped: its accuracy stays open."""
+    """Keras layers cast to float32 and TensorFlow programs are not retyped to float64, so accuracy is not checked."""
     assert report.verdict is Verdict.CANNOT_TELL and not report.passes, str(report)
     assert all(run.invariance <= 1 for run in report.runs), str(report)
     (text,) = report.not_checked

@@ -1,4 +1,4 @@
-"""Defects planted in a trainer of a token-weighted language model, and changes that do no harm."""
+"""Defects planted in a trainer of a token-weighted language model, and harmless changes to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLIP = optax.clip_by_global_norm(0.05)
 
 
 def warm(tx: Any) -> Any:
-    """A state after three updates."""
+    """Optimizer state after three updates."""
     rng, state = np.random.default_rng(5), tx.init(PARAMS)
     for _ in range(3):
         grads = jax.tree.map(lambda x: (0.01 * rng.normal(size=x.shape)).astype(np.float32), PARAMS)
@@ -40,10 +40,10 @@ def terms(params: Any, batch: Any) -> Any:
 
 def check(trainer: lm.Trainer, dtype: Any, tx: Any, **options: Any) -> Any:
     trainer = trainer._replace(model=trainer.model._replace(dtype=dtype))
-    state, divided = warm(tx), {"microbatches": (4,), "devices": (1,)}
+    division = {"microbatches": (4,), "devices": (1,)}
     if trainer.exchange is not None:
-        divided = {"microbatches": (1,), "devices": (4,)}
-    return check_step(partial(trainer.step, tx, state), PARAMS, BATCH, returns="params", **divided, **options)
+        division = {"microbatches": (1,), "devices": (4,)}
+    return check_step(partial(trainer.step, tx, warm(tx)), PARAMS, BATCH, returns="params", **division, **options)
 
 
 def means(parts: list[Any], aux: float) -> list[Any]:
@@ -71,8 +71,8 @@ def by_tokens(parts: list[Any], k: int, aux: float) -> Any:
     return lm.plus(ce, lm.scaled(lm.over((sums, count), tokens if k > 1 else None), aux))
 
 
-def summed(own: Any, aux: float) -> Any:
-    return lm.both([jax.lax.psum(own, "data")], aux)
+def summed(local: Any, aux: float) -> Any:
+    return lm.both([jax.lax.psum(local, "data")], aux)
 
 
 T = lm.Trainer
@@ -97,10 +97,10 @@ DEFECTS: dict[str, tuple[Cause, lm.Trainer]] = {
         Cause.DENOMINATOR,
         T(combine=lambda x, k, aux: lm.scaled(lm.plus(*means(x, aux)), 1 / k), aux=lm.AUX),
     ),
-    "no exchange": (Cause.NOT_EXCHANGED, T(exchange=lambda own, aux: lm.both([own], aux))),
+    "no exchange": (Cause.NOT_EXCHANGED, T(exchange=lambda local, aux: lm.both([local], aux))),
     "mean of the devices' means": (
         Cause.MEAN_OF_MEANS,
-        T(exchange=lambda own, aux: jax.lax.pmean(lm.both([own], aux), "data")),
+        T(exchange=lambda local, aux: jax.lax.pmean(lm.both([local], aux), "data")),
     ),
     "narrow accumulator": (Cause.PRECISION, T(combine=in_bfloat16)),
 }
@@ -151,27 +151,27 @@ HARMLESS: dict[str, lm.Trainer] = {
     "strided": T(divide=lm.strided),
     "all microbatches at once": T(loop=lambda function, parts: jax.vmap(function)(parts)),
     "unrolled": T(loop=one_by_one),
-    "computed again": T(loop=lambda function, parts: jax.lax.map(jax.checkpoint(function), parts)),
-    "words by a product": T(model=lm.Model(onehot=True)),
+    "rematerialized": T(loop=lambda function, parts: jax.lax.map(jax.checkpoint(function), parts)),
+    "one-hot embedding lookup": T(model=lm.Model(onehot=True)),
     "a key for each sentence": T(model=lm.Model(keys="id")),
-    "clipping of the whole": T(combine=lambda x, k, aux: clipped(lm.both(x, aux))),
+    "clipping of the mean": T(combine=lambda x, k, aux: clipped(lm.both(x, aux))),
     "exchanged": T(exchange=summed),
 }
 SETTINGS = {"float32-sgd": (jnp.float32, "sgd"), "bfloat16-adamw": (jnp.bfloat16, "adamw")}
 
 
-NOT_TOLD = {
-    # Adam's state moves within the window, or the mean is taken at other parameters than the update.
+UNNAMED = {
+    # Adam's state changes within the window, or gradients and update are taken at different parameters.
     *("an update each-bfloat16-adamw", "decay each-bfloat16-adamw"),
-    # The model itself rounds by as much.
+    # The bfloat16 model itself rounds as much.
     "narrow accumulator-bfloat16-adamw",
 }
-"""What `check_step` has no name for, or takes for rounding."""
+"""Defects for which `check_step` has no name or that it attributes to rounding."""
 
 
 def of(names: Iterable[str]) -> Any:
     quick = {"mean of means-bfloat16-adamw", "weighted means-float32-sgd"}
-    cases = [(name, setting) for name in names for setting in SETTINGS if f"{name}-{setting}" not in NOT_TOLD]
+    cases = [(name, setting) for name in names for setting in SETTINGS if f"{name}-{setting}" not in UNNAMED]
     marked = [(case, [] if "-".join(case) in quick else [pytest.mark.full]) for case in cases]
     return pytest.mark.parametrize(("name", "setting"), [pytest.param(*case, marks=marks) for case, marks in marked])
 

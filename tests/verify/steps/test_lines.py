@@ -1,4 +1,4 @@
-"""The line of a step's source that a cause comes from; and differences that an optimizer or a jump could hide."""
+"""The source line a fault points to, and defects that an optimizer or a discontinuity could hide."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def reciprocal(k: int) -> Any:
 
 
 def running(k: int) -> Any:
-    """As optax.MultiSteps averages, but by numbers that the program knows."""
+    """Running mean as in optax.MultiSteps, but with constant divisors."""
 
     def step(params: Any, batch: Any) -> Any:
         mean = jax.tree.map(jnp.zeros_like, params)
@@ -82,7 +82,7 @@ def running(k: int) -> Any:
 
 
 def scaled_loss(k: int) -> Any:
-    """Four examples in each of four microbatches: another mean, over examples, divides by 4 as well."""
+    """Four examples in each of four microbatches: the mean over examples divides by 4 too."""
     tx = optax.sgd(0.1)
 
     def step(params: Any, batch: Any) -> Any:
@@ -104,8 +104,8 @@ def on_devices(k: int, devices: int = 1) -> Any:
         grads = jax.grad(loss)(jax.lax.pcast(params, "data", to="varying"), batch)
         return jax.lax.pmean(grads, "data")  # here
 
-    whole, rows = PartitionSpec(), PartitionSpec("data")
-    return jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(whole, rows), out_specs=whole))
+    replicated, rows = PartitionSpec(), PartitionSpec("data")
+    return jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(replicated, rows), out_specs=replicated))
 
 
 def of_an_nnx_module(k: int) -> Any:
@@ -127,7 +127,7 @@ def of_an_equinox_module(k: int) -> Any:
 
 
 def divided_too(k: int) -> Any:
-    """The sum of all tokens' gradients over their number, and over the number of microbatches."""
+    """Divides the sum over all tokens by their number, and again by the number of microbatches."""
 
     def step(params: Any, batch: Any) -> Any:
         weights = parts(batch, k)["mask"].sum(1)
@@ -153,7 +153,7 @@ def narrow(k: int) -> Any:
 
 
 def multi_steps(k: int) -> Any:
-    """optax divides by a counter."""
+    """optax divides by a counter that is part of its state."""
     tx = optax.MultiSteps(optax.sgd(1.0), k)
 
     def step(params: Any, batch: Any) -> Any:
@@ -227,7 +227,7 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
         return jax.jit(step)
 
     def by_a_counter(k: int, every: int | None = None) -> Any:
-        """It divides by what it counts; MultiSteps, if at all, has one update of each window to do."""
+        """Divides by a traced count; with `every`, also passes the mean through optax.MultiSteps."""
         tx = optax.sgd(1.0) if every is None else optax.MultiSteps(optax.sgd(1.0), every)
 
         def step(params: Any, batch: Any) -> Any:
@@ -250,7 +250,7 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean of means", "token mean"])
 def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
-    """The update is the sign of the gradient, and that is the same."""
+    """Adam's first update is the sign of the gradient, which the defect does not change."""
 
     def make_step(k: int) -> Any:
         tx = optax.adamw(1e-2)
@@ -273,7 +273,7 @@ def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
 
 
 def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
-    """Moved by rounding, it would be another mask, and the step's noise as large as the step."""
+    """Perturbing the mask to measure rounding noise would flip it, and the noise would be as large as the result."""
 
     def cast(params: Any, batch: Any) -> Any:
         return loss(params, batch | {"mask": batch["mask"].astype(jnp.int32).astype(jnp.float32)})
@@ -289,12 +289,12 @@ def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
 
 
 def test_a_step_that_jumps_cannot_be_told() -> None:
-    """What rounding decides of is no measure of what it may do."""
+    """Where rounding decides between two values, the noise gives no usable tolerance."""
 
     def make_step(k: int) -> Any:
         def step(params: Any, batch: Any) -> Any:
-            whole = jnp.floor(batch["x"] * 3)  # of numbers that are thirds
-            return {"w": params["w"] * 0 + whole.mean(0)}
+            integers = jnp.floor(batch["x"] * 3)  # discontinuous exactly at multiples of 1/3
+            return {"w": params["w"] * 0 + integers.mean(0)}
 
         return jax.jit(step)
 
@@ -305,7 +305,7 @@ def test_a_step_that_jumps_cannot_be_told() -> None:
 
 
 def test_a_step_that_is_made_for_one_division_alone_is_checked() -> None:
-    """No other number is asked for to name a line, and complex numbers are no divisors."""
+    """Finding the line needs no other number of microbatches, and complex constants are not taken for divisors."""
 
     def make_step(k: int) -> Any:
         if k not in (1, 4):
@@ -313,8 +313,8 @@ def test_a_step_that_is_made_for_one_division_alone_is_checked() -> None:
 
         def step(params: Any, batch: Any) -> Any:
             grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
-            turned = jax.tree.map(lambda x: (x.astype(jnp.complex64) * 1j).imag, grads)
-            return jax.tree.map(lambda x: x.mean(0), turned)
+            rotated = jax.tree.map(lambda x: (x.astype(jnp.complex64) * 1j).imag, grads)
+            return jax.tree.map(lambda x: x.mean(0), rotated)
 
         return jax.jit(step)
 
@@ -338,7 +338,7 @@ def terms(p: Any, x: Any) -> Any:
 
 
 def by_tokens(k: int) -> Any:
-    """A mean is added to a sum, and divided by the window's tokens."""
+    """Adds a mean over rows to a sum over tokens, then divides both by the tokens of the window."""
 
     def step(p: Any, batch: Any) -> Any:
         def total(p: Any, x: Any) -> tuple[Any, Any]:
@@ -356,7 +356,7 @@ def by_tokens(k: int) -> Any:
 
 
 def by_each(k: int) -> Any:
-    """The errors of each microbatch are divided by its tokens, then by the number of microbatches."""
+    """Divides the errors of each microbatch by its tokens, then averages over the microbatches."""
 
     def of_both(p: Any, x: Any) -> Any:
         (s, count), (t, rows) = errors(p, x), balance(p, x)
@@ -399,7 +399,7 @@ def test_a_difference_without_a_cause_that_adams_first_step_hides_is_no_pass() -
 
 @pytest.mark.parametrize("tx", [None, optax.sgd(0.1), optax.adamw(1e-2)], ids=["gradients", "sgd", "adamw"])
 def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
-    """As where rows are padded to the longest: one batch weighs its examples to less than 1."""
+    """As with rows padded to the longest: in one batch, the weights of the examples sum to less than 1."""
 
     def padded(p: Any, x: Any) -> Any:
         return errors(p, x)[0] / (len(x["y"]) * jnp.abs(x["x"]).sum(1).max())

@@ -1,4 +1,4 @@
-"""What is added at each microbatch, and what a narrow accumulator rounds: neither is taken for the other."""
+"""Terms added at each microbatch and the rounding of a narrow accumulator are told apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_order(sums: list[Floats], dtype: np.dtype) -> Floats:
 
 
 def shuffled(sums: list[Floats], dtype: np.dtype) -> Floats:
-    """In an order that nobody has listed."""
+    """Adds in an order that `check_step` does not try."""
     return in_order([sums[i] for i in np.random.default_rng(3).permutation(len(sums))], dtype)
 
 
@@ -36,7 +36,7 @@ def in_three(sums: list[Floats], dtype: np.dtype) -> Floats:
 
 
 def as_stored(sums: list[Floats], dtype: np.dtype) -> Floats:
-    """Terms that are not rounded themselves, as ``acc = (acc + grad).astype(acc.dtype)`` has them."""
+    """Rounds the sums but not the terms: ``acc = (acc + grad).astype(acc.dtype)``."""
     total = [np.zeros(x.shape, dtype) for x in sums[0]]
     for grads in sums:
         total = [(x.astype(FLOAT32) + y).astype(dtype) for x, y in zip(total, grads, strict=True)]
@@ -52,7 +52,7 @@ def narrow(sums: Any, k: int, add: Add, dtype: np.dtype) -> Any:
 
 
 def added(sums: Any, k: int, rate: float, of: Callable[[np.ndarray], Any]) -> Any:
-    """Something else than a gradient, at each microbatch but the first."""
+    """Adds ``rate * of(params)`` to the gradient at each microbatch but the first."""
 
     def step(params: Floats, batch: Any) -> Floats:
         made = defects.right(sums, k)(params, batch)
@@ -115,7 +115,7 @@ def test_a_schedule_is_named_however_slow(factor: float, k: int) -> None:
 
 
 def of_bfloat16(sums: Any, k: int, rate: float, narrow: bool = False) -> Any:
-    """Gradients of bfloat16 parameters, computed in float32 or what is wider; or in float32 in any case."""
+    """Gradients of bfloat16 parameters, computed in float32 or wider; `narrow`: always in float32."""
 
     def step(params: Floats, batch: Any) -> Floats:
         wide = [x.astype(FLOAT32 if narrow else np.promote_types(x.dtype, FLOAT32)) for x in params]
@@ -133,13 +133,13 @@ def test_little_is_found_or_said_to_be_hidden_beside_bfloat16(rate: float, narro
     assert report.cause is (Cause.ADDED if rate and not narrow else None), str(report)
     assert all(run.invariance <= 1 for run in report.runs)
     assert any("which rounding hides" in text for text in report.not_checked) is narrow
-    found = Verdict.FAILS if rate else Verdict.PASSES
-    assert report.verdict is (Verdict.CANNOT_TELL if narrow else found)
+    in_float64 = Verdict.FAILS if rate else Verdict.PASSES
+    assert report.verdict is (Verdict.CANNOT_TELL if narrow else in_float64)
     assert report.passes is (report.verdict is Verdict.PASSES)
 
 
 def test_padding_is_compared_in_float64_beside_bfloat16() -> None:
-    """Placeholders that count little, which the rounding of bfloat16 hides."""
+    """Padding with so small a weight that bfloat16 rounding hides it."""
     params, batch = cast(by_hand.params(), BFLOAT16), by_hand.batch(16)
 
     def padded(rows: Any, more: int) -> Any:

@@ -1,4 +1,4 @@
-"""Defects that trainers have had, in the smallest programs that show them, beside right steps of the same kind."""
+"""Defects of real trainers in minimal programs, each paired with a correct step of the same kind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def whitened(p: Any, x: Any) -> Any:
 
 
 def hardest(p: Any, x: Any) -> tuple[Any, Any]:
-    """The mean over the half of the sequences that are least probable."""
+    """Summed mean loss of the less probable half of the sequences, and their number."""
     mask = x["mask"][:, 1:]
     means = (log_probabilities(p, x["tokens"]) * mask).sum(1) / mask.sum(1)
     kept = jax.lax.stop_gradient(means <= jnp.median(means))
@@ -82,7 +82,7 @@ def survivors(p: Any, x: Any) -> tuple[Any, Any]:
 
 
 def by_a_constant(k: int) -> Any:
-    """Divided by what a microbatch could hold, and added up."""
+    """Divides each microbatch by its capacity in tokens, then sums."""
 
     def loss(p: Any, x: Any) -> Any:
         return -(log_probabilities(p, x["tokens"]) * x["mask"][:, 1:]).sum() / (len(x["mask"]) * LENGTH)
@@ -95,7 +95,7 @@ def divided_twice(k: int) -> Any:
 
 
 def penalty_each(k: int) -> Any:
-    """The gradient of a penalty is added at each microbatch, in place of once."""
+    """Adds the gradient of a penalty at each microbatch instead of once."""
 
     def step(p: Any, batch: Any) -> Any:
         return plus(in_a_scan(LM, k, p, batch), scaled(p, 1e-2 * k))
@@ -104,7 +104,7 @@ def penalty_each(k: int) -> Any:
 
 
 def last_statistics(k: int) -> Any:
-    """The gradients are added up, the running mean is that of the last microbatch."""
+    """Accumulates the gradients but keeps the statistics of the last microbatch only."""
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
@@ -117,7 +117,7 @@ def last_statistics(k: int) -> Any:
 
 
 def erased(k: int) -> Any:
-    """Each request sets the gradient anew."""
+    """Each microbatch overwrites the gradient."""
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
@@ -130,7 +130,7 @@ def erased(k: int) -> Any:
 
 
 class Kept:
-    """An accumulator that is not cleared between the calls."""
+    """Never resets its accumulator between calls."""
 
     def __init__(self, k: int) -> None:
         self._step, self._total = by_counts(LM)(k), {}
@@ -143,7 +143,7 @@ class Kept:
 
 
 def transformed_each(tx: Any) -> Make:
-    """An optax transformation of each microbatch' gradient in place of the sum's."""
+    """Applies an optax transformation to each microbatch's gradient instead of to the sum."""
 
     def make_step(k: int) -> Any:
         @jax.jit
@@ -219,7 +219,7 @@ def cut_short(k: int) -> Any:
 
 
 def reported(k: int) -> Any:
-    """The gradient is right, and the loss beside it a mean of means."""
+    """Returns the correct gradient, and a loss that is a mean of means."""
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
@@ -241,7 +241,7 @@ def means_of_devices(k: int, devices: int = 1) -> Any:
 
 
 def summed_twice(k: int, devices: int = 1) -> Any:
-    """The derivative by parameters that all devices share is a sum over them already."""
+    """Sums twice: the gradient with respect to replicated parameters is already a sum over the devices."""
     del k
 
     def local(p: Any, batch: Any) -> Any:
@@ -252,7 +252,7 @@ def summed_twice(k: int, devices: int = 1) -> Any:
 
 
 def rolled_on_devices(k: int, devices: int = 1) -> Any:
-    """Labels are rolled over the rows of a device."""
+    """Makes the labels by rolling the flattened rows of each device."""
     del k
 
     def local(p: Any, batch: Any) -> Any:
@@ -276,7 +276,7 @@ PAIRED: dict[str, Pair] = {
     "groups cut apart": (
         by_counts(lambda p, x: policy(p, x, advantages(x["reward"], x["group"], 2))),
         *(LAYERS, ALTERNATING, {}),
-        *(Cause.STATISTICS, "", "groups whole in microbatches"),
+        *(Cause.STATISTICS, "", "groups not split by microbatches"),
     ),
     "advantages of a microbatch": (
         *(by_counts(whitened), LAYERS, REWARDED, {}),
@@ -361,6 +361,6 @@ def test_the_defect_is_named(name: str) -> None:
 
 
 def test_each_has_a_right_twin() -> None:
-    """tests/verify/steps/test_right.py shows that these are not accused."""
+    """The twins are not accused: see tests/verify/steps/test_right.py."""
     assert {pair[-1] for pair in PAIRED.values()} <= set(RIGHT)
     assert len(PAIRED) >= 25

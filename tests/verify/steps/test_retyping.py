@@ -1,4 +1,4 @@
-"""Programs that pin a dtype inside, run in float64: the results of the same functions written for float64."""
+"""Programs that pin a narrow dtype, retyped to float64, give the results of the same functions written in float64."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def products(w: Any, x: Any, dtype: Any) -> Any:
 
 
 def softmax(w: Any, x: Any, dtype: Any) -> Any:
-    """In one precision more than the products: float32 in a net of bfloat16."""
+    """A softmax in float32 or wider after narrow products."""
     logits = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.promote_types(dtype, jnp.float32))
     return -jax.nn.log_softmax(logits)[:, 0].mean() + jax.nn.logsumexp(logits)
 
 
 def layers(w: Any, x: Any, dtype: Any) -> Any:
-    """A scan over layers that are computed again, its carry narrow."""
+    """A scan over rematerialized layers with a narrow carry."""
 
     @jax.checkpoint
     def layer(y: Any, row: Any) -> tuple[Any, Any]:
@@ -44,11 +44,11 @@ def layers(w: Any, x: Any, dtype: Any) -> Any:
 
 
 def loops(w: Any, x: Any, dtype: Any) -> Any:
-    def turn(state: Any) -> Any:
+    def body(state: Any) -> Any:
         i, y = state
         return i + 1, jax.lax.cond(i % 2 == 0, lambda z: jnp.tanh(z), lambda z: z * dtype(0.5), y)
 
-    _, y = jax.lax.while_loop(lambda state: state[0] < 3, turn, (0, jax.lax.stop_gradient(x.astype(dtype))))
+    _, y = jax.lax.while_loop(lambda state: state[0] < 3, body, (0, jax.lax.stop_gradient(x.astype(dtype))))
     y = jax.lax.fori_loop(0, 3, lambda i, z: z + y[i], jnp.zeros(6, dtype))
     return (y @ w.astype(dtype)).sum()
 
@@ -62,13 +62,13 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g.astype(g.dtype),))
 
 
 def rules(w: Any, x: Any, dtype: Any) -> Any:
-    """Derivatives of their own: relu, logaddexp, a clip and a custom one."""
+    """Functions with custom derivatives: relu, logaddexp, clip, silu, and a custom_vjp."""
     y = jax.nn.relu(doubled(x.astype(dtype)) @ w.astype(dtype))
     return jnp.logaddexp(y, dtype(0.5)).sum() + jnp.clip(y, 0.125, 0.875).sum() + jax.nn.silu(y).mean()
 
 
 def rows(w: Any, x: Any, dtype: Any) -> Any:
-    """Gathered rows, whose gradient is a scatter; the largest ones; sorted and cumulated."""
+    """A gather, whose gradient is a scatter; top_k, sort and cumsum."""
     y = w.astype(dtype)[jnp.array([0, 3, 3, 5])] * x.astype(dtype)[:4]
     top, places = jax.lax.top_k(y, 2)
     return top.sum() + jnp.sort(y, axis=0)[0].sum() + jnp.cumsum(y).max() + jax.nn.one_hot(places, 6, dtype=dtype).sum()
@@ -82,7 +82,7 @@ def windows(w: Any, x: Any, dtype: Any) -> Any:
 
 
 def counted(w: Any, x: Any, dtype: Any) -> Any:
-    """Positions and counts that become floats, and floats that become integers."""
+    """Conversions from integers to floats and back."""
     places = jnp.arange(6, dtype=dtype) / dtype(8)
     bins = jnp.floor(x * 2).astype(jnp.int32)
     return (w.astype(dtype) * places).sum() * (bins > 0).sum().astype(dtype) / bins.size
@@ -119,7 +119,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def both(function: Function, dtype: Any) -> Any:
-    """Value and gradient, as a function of a list of arrays."""
+    """The value and gradients as a jitted function from a list of arrays to a list of arrays."""
 
     def run(arrays: list[Any]) -> list[Any]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -169,7 +169,7 @@ def test_what_calls_back_to_python_is_not_retyped() -> None:
 
 
 def words(k: int, defect: str, optimizer: Any = None, dtype: Any = jnp.bfloat16) -> Any:
-    """Products in bfloat16, a softmax in float32, parameters and the accumulator in float32."""
+    """A step with products in bfloat16, and its softmax, parameters and accumulator in float32."""
 
     def loss(params: Any, part: Any, key: Any) -> Any:
         y = jnp.tanh(params["embedding"].astype(dtype)[part["tokens"][:, :-1]])
@@ -183,7 +183,7 @@ def words(k: int, defect: str, optimizer: Any = None, dtype: Any = jnp.bfloat16)
     def step(state: Any, batch: Any) -> Any:
         params = state if optimizer is None else state[0]
 
-        def turn(total: Any, numbered: Any) -> Any:
+        def body(total: Any, numbered: Any) -> Any:
             i, part = numbered
             key = jax.random.fold_in(jax.random.key(0), i)
             (_, count), grads = jax.value_and_grad(loss, has_aux=True)(params, part, key)
@@ -192,7 +192,7 @@ def words(k: int, defect: str, optimizer: Any = None, dtype: Any = jnp.bfloat16)
 
         parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
         start = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
-        (grads, count), _ = jax.lax.scan(turn, start, (jnp.arange(k), parts))
+        (grads, count), _ = jax.lax.scan(body, start, (jnp.arange(k), parts))
         grads = jax.tree.map(lambda x: x if defect == "mean of means" else x / count, grads)
         if optimizer is None:
             return grads

@@ -1,4 +1,4 @@
-"""Steps over one to eight devices, and what the division over devices gets wrong."""
+"""Steps sharded over one to eight devices, correct and with a wrong all-reduce."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_step(microbatches: int, devices: int = 1, *, combine: str = "psum") -> 
 
 
 def by_the_compiler(microbatches: int, devices: int = 1) -> Any:
-    """The batch is split over the mesh, all else is left to the compiler."""
+    """Shards the batch over the mesh and leaves the collectives to the compiler."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
     split = jax.sharding.NamedSharding(mesh, P("data"))
 
@@ -86,7 +86,7 @@ def filled_up(batch: Any, n: int) -> Any:
 
 @pytest.mark.full
 def test_all_divisions_of_uneven_examples() -> None:
-    """18 examples on 1 to 8 devices, in 1 or 2 microbatches: filled up where they do not divide, and reversed."""
+    """18 examples on 1 to 8 devices in 1 or 2 microbatches, padded where they do not divide, and reversed."""
 
     def make(microbatches: int, devices: int = 1) -> Any:
         step, parts = make_step(microbatches, devices), microbatches * devices

@@ -1,4 +1,4 @@
-"""Steps of few parameters, whose gradients do not determine what each example weighs."""
+"""Steps with so few parameters that the gradients do not determine the weight of each example."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def taken(batch: Batch, rows: Any) -> Batch:
 
 
 def gradient(w: np.ndarray, batch: Batch) -> np.ndarray:
-    """Of the mean square of the errors of the real examples."""
-    off = (batch["x"] @ w - batch["y"]) * batch["real"]
-    return 2 * (batch["x"].T @ off) / max(batch["real"].sum(), 1)
+    """Gradient of the mean squared error over the real examples."""
+    residual = (batch["x"] @ w - batch["y"]) * batch["real"]
+    return 2 * (batch["x"].T @ residual) / max(batch["real"].sum(), 1)
 
 
 def weighted(w: np.ndarray, batch: Batch, k: int, one: Step = gradient) -> np.ndarray:
-    divided = parts(batch, k)
-    return sum(one(w, x) * x["real"].sum() for x in divided) / batch["real"].sum()
+    return sum(one(w, x) * x["real"].sum() for x in parts(batch, k)) / batch["real"].sum()
 
 
 def normalized(w: np.ndarray, batch: Batch) -> np.ndarray:
@@ -65,7 +64,7 @@ STEPS: dict[str, tuple[Callable[[int], Step], Cause | None]] = {
 }
 
 
-# One number that is clipped has no direction to tell it by.
+# A clipped scalar has no direction, so clipping cannot be recognized.
 @pytest.mark.parametrize(("name", "params"), [(x, p) for x in STEPS for p in (1, 5) if (x, p) != ("clipped", 1)])
 def test_causes_of_steps_with_fewer_parameters_than_examples(name: str, params: int) -> None:
     make_step, cause = STEPS[name]
@@ -80,7 +79,7 @@ def test_causes_of_steps_with_fewer_parameters_than_examples(name: str, params: 
 
 
 def test_what_its_elements_leave_open_is_not_called_statistics() -> None:
-    """One number, and weights that stand nowhere in the batch: a mean of means looks like statistics of a batch."""
+    """One parameter and weights absent from the batch: a mean of means looks like batch statistics."""
     rng = np.random.default_rng(1)
     batch = {"x": rng.normal(size=(8, 1)).astype(np.float32), "y": rng.normal(size=8).astype(np.float32)}
 
@@ -96,7 +95,7 @@ def test_what_its_elements_leave_open_is_not_called_statistics() -> None:
 
 
 def test_a_defect_that_shows_in_reverse_alone_is_named_there() -> None:
-    """The first example, which counts twice, is none in the order that is given."""
+    """The first example counts twice; in the original order it is padding, so nothing changes."""
     rng = np.random.default_rng(0)
     batch = {
         "x": rng.normal(size=(8, 5)).astype(np.float32),
@@ -109,7 +108,7 @@ def test_a_defect_that_shows_in_reverse_alone_is_named_there() -> None:
 
 
 def test_weights_that_stand_nowhere_in_the_batch_are_fitted_at_other_parameters() -> None:
-    """Of 10 examples and 3 numbers; the gradient is no polynomial of the parameters, whose terms would be too few."""
+    """Ten examples and three parameters; a gradient polynomial in the parameters would give too few equations."""
     rng = np.random.default_rng(1)
     batch = {"x": rng.normal(size=(10, 3)).astype(np.float32), "y": rng.normal(size=10).astype(np.float32)}
 

@@ -1,4 +1,4 @@
-"""Defects of public threads as small JAX steps, each named; and the step without it, which is not accused."""
+"""Defects from public issues as small JAX steps: each is named, and the corrected step is not accused."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ FULL = BATCH | {"mask": np.ones_like(BATCH["mask"])}
 
 
 def ahead(params: Any, batch: Any, by: int = 1) -> tuple[Any, Any]:
-    """The cross entropy of the words so many further on, summed, and how many there are."""
+    """Summed cross entropy of the tokens `by` positions ahead, and their number."""
     tokens, mask = batch["tokens"], batch["mask"]
     logits = params["embed"][tokens[:, :-by]] @ params["heads"][by - 1]
-    found = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, by:, None], axis=-1)[..., 0]
-    return -jnp.sum(found * mask[:, by:]), jnp.sum(mask[:, by:])
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, by:, None], axis=-1)[..., 0]
+    return -jnp.sum(log_probs * mask[:, by:]), jnp.sum(mask[:, by:])
 
 
 def routed(params: Any, batch: Any) -> tuple[Any, Any]:
-    """How often each expert is the first, and its probability, over each sequence."""
+    """Per sequence, how often each expert is ranked first, and its mean probability."""
     probabilities = jax.nn.softmax(params["embed"][batch["tokens"]] @ params["router"])
     first = jax.nn.one_hot(jnp.argmax(probabilities, axis=-1), EXPERTS, dtype=probabilities.dtype)
     return jax.lax.stop_gradient(first.mean(axis=1)), probabilities.mean(axis=1)
 
 
 def balance(params: Any, batch: Any) -> tuple[Any, Any]:
-    """How unevenly experts are used, sequence by sequence: a sum over sequences."""
+    """Load-balancing loss per sequence, summed over sequences, and the number of sequences."""
     first, probability = routed(params, batch)
     return EXPERTS * jnp.sum(first * probability), jnp.float32(len(batch["tokens"]))
 
 
 def balance_of_all(params: Any, batch: Any) -> Any:
-    """The same over all tokens of the microbatch: no sum over sequences."""
+    """Load-balancing loss over all tokens of the microbatch, which is not a sum over sequences."""
     first, probability = routed(params, batch)
     return EXPERTS * jnp.sum(first.mean(0) * probability.mean(0))
 
 
 Loss = Callable[[Any, list[Any]], Any]
-"""From parameters and microbatches to the loss whose gradient is accumulated: autodiff adds up over microbatches."""
+"""``(params, microbatches) -> loss``; autodiff accumulates its gradient over the microbatches."""
 
 
 def step_of(loss: Loss, k: int) -> Any:
@@ -66,7 +66,7 @@ def step_of(loss: Loss, k: int) -> Any:
 
 
 def ratio(term: Any, params: Any, parts: list[Any], by: Any = None) -> Any:
-    """The sums of all microbatches, over what is counted in all."""
+    """Sum of `term` over all microbatches, divided by the total count of `by` (default: of `term`)."""
     return sum(term(params, x)[0] for x in parts) / sum((by or term)(params, x)[1] for x in parts)
 
 
@@ -75,7 +75,7 @@ def right(*terms: Any) -> Loss:
 
 
 def of_terms(**named: Any) -> Any:
-    """As check_step takes them."""
+    """The `terms` argument of check_step."""
     return jax.jit(
         lambda params, batch: {name: jax.grad(term, has_aux=True)(params, batch) for name, term in named.items()}
     )
@@ -87,12 +87,12 @@ WITH_HEADS = of_terms(words=ahead, further=ahead_2)
 
 
 def chunked(params: Any, batch: Any, k: int, dtype: Any) -> Any:
-    """The gradient of the weights in chunks, which are added up in an accumulator of their own."""
+    """Gradient accumulated over chunks in an accumulator of type `dtype`."""
     total = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params)
     count = sum(ahead(params, x)[1] for x in defects.pieces(batch, k))
     for part in defects.pieces(batch, k):
-        made = jax.grad(lambda p, x: ahead(p, x)[0])(params, part)
-        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, made)
+        grads = jax.grad(lambda p, x: ahead(p, x)[0])(params, part)
+        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads)
     return jax.tree.map(lambda x, p: x.astype(p.dtype) / count.astype(p.dtype), total, params)
 
 
@@ -102,15 +102,15 @@ def in_chunks(k: int, dtype: Any = None) -> Any:
 
 
 def in_a_scan(k: int, set_rows: bool = False) -> Any:
-    """The gradient of rows that microbatches look up, scattered into what the scan carries."""
+    """Scatters the gradient of the embedding rows of each microbatch into the carry of a scan."""
 
     @jax.jit
     def step(params: Any, batch: Any) -> Any:
         def add(total: Any, part: Any) -> Any:
             rows, back = jax.vjp(lambda table: table[part["tokens"]], params["embed"])
-            made = back(jnp.cos(rows))[0]
-            touched = jnp.any(made != 0, axis=1, keepdims=True)
-            return jnp.where(touched, made, total) if set_rows else total + made, None
+            grads = back(jnp.cos(rows))[0]
+            touched = jnp.any(grads != 0, axis=1, keepdims=True)
+            return jnp.where(touched, grads, total) if set_rows else total + grads, None
 
         parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
         return jax.lax.scan(add, jnp.zeros_like(params["embed"]), parts)[0] / EXAMPLES
@@ -119,7 +119,7 @@ def in_a_scan(k: int, set_rows: bool = False) -> Any:
 
 
 class Rolling:
-    """Counts of experts that go on from call to call, as where a recomputed forward pass counts again."""
+    """Expert counts that persist between calls, as when a rematerialized forward pass counts again."""
 
     def __init__(self, k: int, kept: bool = True) -> None:
         self._kept, self._count, self._k = kept, np.zeros(EXPERTS), k
@@ -139,9 +139,8 @@ Case = tuple[Any, Any, dict[str, Any], Cause, str]
 
 
 def loss_case(wrong: Loss, good: Loss, cause: Cause, detail: str, **options: Any) -> Case:
-    """One batch is right in both."""
-    made = partial(step_of, good)
-    return lambda k: step_of(wrong if k > 1 else good, k), made, options, cause, detail
+    """A case whose step is wrong for several microbatches only."""
+    return lambda k: step_of(wrong if k > 1 else good, k), partial(step_of, good), options, cause, detail
 
 
 def beside_words(divide: Callable[[Any, list[Any]], Any]) -> Loss:
@@ -157,7 +156,7 @@ def of_each(params: Any, parts: list[Any]) -> Any:
 
 
 CASES: dict[str, Case] = {
-    # What each microbatch adds for its experts is not divided by the number of microbatches.
+    # The balance loss of each microbatch is not divided by the number of microbatches.
     "NVIDIA-NeMo/Automodel#3359": loss_case(
         beside_words(of_each),
         right(ahead, balance),
@@ -165,7 +164,7 @@ CASES: dict[str, Case] = {
         "balance divided by the weight of balance in each microbatch, then summed",
         terms=WITH_EXPERTS,
     ),
-    # The gradient of the experts' balance is divided as if it were a mean over ranks once more.
+    # The gradient of the balance loss is averaged over ranks once too often.
     "NVIDIA-NeMo/Automodel#1408": loss_case(
         beside_words(lambda params, parts: ratio(balance, params, parts) / len(parts)),
         right(ahead, balance),
@@ -173,7 +172,7 @@ CASES: dict[str, Case] = {
         "balance also divided by the number of microbatches",
         terms=WITH_EXPERTS,
     ),
-    # A head that looks further ahead has fewer tokens, and is divided by those of the main head.
+    # A multi-token-prediction head has fewer tokens but is divided by those of the main head.
     "NVIDIA/Megatron-LM#3159": loss_case(
         beside_words(lambda params, parts: ratio(ahead_2, params, parts, by=ahead)),
         right(ahead, ahead_2),
@@ -181,7 +180,7 @@ CASES: dict[str, Case] = {
         "further divided by the weight of words",
         terms=WITH_HEADS,
     ),
-    # What looks further ahead is a mean in each microbatch, which is added to sums, and divided by their tokens.
+    # The multi-token-prediction loss is a mean per microbatch, added to sums and divided by their tokens.
     "AI-Hypercomputer/maxtext#3311": loss_case(
         lambda params, parts: (
             ratio(ahead, params, parts)
@@ -192,7 +191,7 @@ CASES: dict[str, Case] = {
         "further divided by the weight of further in each microbatch, then summed and divided by the weight of words",
         terms=WITH_HEADS,
     ),
-    # The balance over a batch is not the mean of the balances over its microbatches.
+    # The balance loss of a batch is not the mean of the balance losses of its microbatches.
     "pytorch/torchtitan#3000": loss_case(
         beside_words(lambda params, parts: sum(balance_of_all(params, x) for x in parts) / len(parts)),
         beside_words(lambda params, parts: balance_of_all(params, joined(parts))),
@@ -200,13 +199,13 @@ CASES: dict[str, Case] = {
         "equal weights",
         batch=FULL,
     ),
-    # Counts of experts that go on over microbatches advance with each pass.
+    # Expert counts advance with each pass over a microbatch.
     "pytorch/torchtitan#4772": (Rolling, partial(Rolling, kept=False), {}, Cause.STATE, ""),
-    # Divided by the tokens of the window, and by the number of its microbatches again.
+    # Divided by the tokens of the window, then again by its number of microbatches.
     "modelscope/ms-swift#10116": loss_case(
         lambda params, parts: ratio(ahead, params, parts) / len(parts), right(ahead), Cause.SCALED, "by 1 / 4"
     ),
-    # What each chunk adds to the gradient of the weights is rounded to 16 bits as it is stored; float32 is wide enough.
+    # Each chunk's gradient of the weights is rounded to 16 bits when stored; float32 is wide enough.
     "RL-Align/RL-Kernel#270": (
         partial(in_chunks, dtype=jnp.bfloat16),
         in_chunks,
@@ -214,7 +213,7 @@ CASES: dict[str, Case] = {
         Cause.PRECISION,
         "in float64 it equals one batch",
     ),
-    # Rows that several microbatches look up keep a part of what is added to them.
+    # Rows used by several microbatches keep only some of their contributions.
     "openxla/xla#49143": (
         partial(in_a_scan, set_rows=True),
         in_a_scan,
@@ -222,7 +221,7 @@ CASES: dict[str, Case] = {
         Cause.SCATTER,
         "rows keep one contribution",
     ),
-    # A mean of each microbatch, weighed by its tokens: right where all have as many.
+    # A mean per microbatch, weighted by its tokens: correct only if all microbatches have equally many.
     "a balance weighed by tokens": loss_case(
         beside_words(
             lambda params, parts: (
@@ -235,7 +234,7 @@ CASES: dict[str, Case] = {
         "balance divided by the weight of balance in each microbatch, then averaged with the weights of words",
         terms=WITH_EXPERTS,
     ),
-    # All is divided by the tokens of the window, the balance of the experts too.
+    # Everything is divided by the tokens of the window, including the balance loss.
     "a balance by tokens": loss_case(
         beside_words(lambda params, parts: ratio(balance, params, parts, by=ahead)),
         right(ahead, balance),
