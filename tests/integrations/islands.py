@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer, as the rule is written down, for the tests of every framework."""
+"""NumPy reference for local SGD with an outer optimizer, shared by the tests of all frameworks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 EVERY, STEPS = 4, 8
 SHAPES = {"a": (6, 5), "b": (4,), "c": (3, 3)}
 FRAGMENTS = {1: [["a", "b", "c"]], 2: [["a"], ["b", "c"]]}
-"""Leaves by fragment, the largest first to the one that has the least."""
+"""Leaves of each fragment; leaves are assigned by decreasing size to the smallest fragment so far."""
 
 
 def start() -> Any:
@@ -18,13 +18,13 @@ def start() -> Any:
 
 
 def moves(n: int) -> Any:
-    """What each island's inner optimizer adds in each step, of shape (islands, steps, ...)."""
+    """Updates of each island's inner optimizer in each step, of shape (islands, steps, ...)."""
     rng = np.random.default_rng(n)
     return {name: rng.normal(size=(n, STEPS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def ruled(added: Any, weights: np.ndarray, fragments: list[list[str]]) -> Any:
-    """SGD with a rate of 1 and Nesterov's momentum of a half, in float32 as written down; islands in a list."""
+    """Parameters after each step, with outer SGD (learning rate 1, Nesterov momentum 1/2) computed in float32."""
     n, f32 = len(weights), np.float32
     outer_params, momentum = start(), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     params, seen = [start() for _ in range(n)], []
@@ -51,5 +51,5 @@ def ruled(added: Any, weights: np.ndarray, fragments: list[list[str]]) -> Any:
 
 
 def seen_by(n: int) -> np.ndarray:
-    """What each island sees in each step, of shape (islands, steps)."""
+    """Input of each island in each step, of shape (islands, steps)."""
     return np.float32(np.arange(1, n * STEPS + 1).reshape(n, STEPS) % 5 + 1)

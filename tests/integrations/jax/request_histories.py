@@ -1,8 +1,8 @@
 """Random histories of requests: ``python -m tests.integrations.jax.request_histories --histories 1000 --seed 1``.
 
-Several clients send microbatches of three slots: again, in another order, several at once or what was one request in
-two, late, and to slots that are discarded, saved and loaded in between, in precision "exact" also by a service of
-another number of replicas. Each slot must end with the bits of one that got every microbatch once, in turn.
+Several clients send the microbatches of three slots repeatedly, out of order, batched or split differently, late, and
+to slots that are discarded, saved and loaded in between; with precision "exact" also loaded by a service with another
+number of replicas. Each slot must end with the bits that it has if every microbatch arrives once and in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRECISION: dict[Order, Any] = {"sequential": "exact", "tree": "fast"}
 
 
 def loss(params: Any, x: jax.Array) -> LossOutput:
-    """Of which a microbatch's gradient is an exact sum over its rows, however they are divided."""
+    """A loss whose gradient is an exact sum over rows, however they are divided."""
     return LossOutput({"fit": losses.token_mean(x @ params["w"], x[:, 0] > 0)})
 
 
@@ -43,8 +43,8 @@ class Service(NamedTuple):
     """A process that serves requests.
 
     Attributes:
-      step: its engine.
-      place: puts arrays on its devices.
+      step: the request step.
+      place: puts arrays on the devices of the process.
     """
 
     step: RequestStep
@@ -63,22 +63,22 @@ def service(order: Order, replicas: int = 1) -> Service:
 
 
 def services(order: Order) -> list[Service]:
-    """That take over from each other: the bits of sums that are not exact depend on the number of replicas."""
+    """Services that can take over from each other: only with exact sums may the number of replicas differ."""
     return [service(order), service(order, 2)] if order == "sequential" else [service(order)]
 
 
 def microbatch(slot: str, window: int, number: int) -> np.ndarray:
-    """Always the same, wherever it comes from."""
+    """The rows of a microbatch, determined by the arguments."""
     rng = np.random.default_rng([SLOTS.index(slot), window, number])
     return rng.integers(-8, 9, (ROWS, 3)).astype(np.float32) * np.float32(2.0 ** rng.integers(-12, 13))
 
 
-def began(at: Service) -> Any:
+def initial_state(at: Service) -> Any:
     return at.step.init({slot: at.place({"w": np.full(3, i, np.float32)}) for i, slot in enumerate(SLOTS)})
 
 
-def taken_over(state: Any, old: Service, new: Service, slots: Iterable[str]) -> Any:
-    """The slots in another service: parameters and optimizer's state from a checkpoint, windows from state files."""
+def migrated(state: Any, old: Service, new: Service, slots: Iterable[str]) -> Any:
+    """Moves slots to another service: parameters and optimizer state as from a checkpoint, windows by state files."""
     with tempfile.TemporaryDirectory() as folder:
         for slot in slots:
             params, opt_state = new.place(jax.tree.map(np.asarray, state[slot][:2]))
@@ -90,9 +90,9 @@ def taken_over(state: Any, old: Service, new: Service, slots: Iterable[str]) -> 
     return state
 
 
-def in_turn(at: Service, sizes: dict[tuple[str, int], int]) -> Any:
-    """The state after every microbatch once, in turn."""
-    state, step = began(at), at.step
+def in_order(at: Service, sizes: dict[tuple[str, int], int]) -> Any:
+    """The state after every microbatch once, in order."""
+    state, step = initial_state(at), at.step
     for slot in SLOTS:
         for window in range(WINDOWS):
             for n in range(sizes[slot, window]):
@@ -102,30 +102,30 @@ def in_turn(at: Service, sizes: dict[tuple[str, int], int]) -> Any:
 
 
 def history(among: Sequence[Service], r: Random, sizes: dict[tuple[str, int], int]) -> Any:
-    """The state after requests as clients, the network and restarts make them."""
-    at, state = among[0], began(among[0])
+    """The state after a random history of requests, retries and restarts."""
+    at, state = among[0], initial_state(among[0])
     while any(state[slot].window < WINDOWS for slot in SLOTS):
         slot = r.choice([s for s in SLOTS if state[s].window < WINDOWS])
         step, window, action = at.step, state[slot].window, r.random()
         size = sizes[slot, window]
-        if action < 0.05:  # cancelled: all of it is sent again
+        if action < 0.05:  # the window is cancelled and sent again
             state = step.discard(state, slot, window=window)
-            state = step.discard(state, slot, window=window - 1) if window else state  # late, changes nothing
+            state = step.discard(state, slot, window=window - 1) if window else state  # late: no effect
         elif action < 0.1 and state[slot].held:  # the service restarts
-            state = taken_over(state, at, at, [slot])
-        elif action < 0.11:  # a service of another number of replicas goes on
+            state = migrated(state, at, at, [slot])
+        elif action < 0.11:  # another service takes over, maybe with another number of replicas
             other = r.choice(among)
-            at, state = other, taken_over(state, at, other, SLOTS)
-        elif action < 0.2 and window > 0:  # late, for a window that has ended
+            at, state = other, migrated(state, at, other, SLOTS)
+        elif action < 0.2 and window > 0:  # a late microbatch of a window that has ended
             n = r.randrange(sizes[slot, window - 1])
             late = microbatch(slot, window - 1, n)
             state = step.forward_backward(state, late, slot=slot, number=n, window=window - 1)
-        elif action < 0.25:  # a request to end a window that has ended, sent again
+        elif action < 0.25:  # a repeated request to end a window that has ended
             state, metrics = step.optim_step(state, slot, window=window - 1) if window else (state, None)
             assert metrics is None or not metrics.applied
         elif len(state[slot].held) == size and r.random() < 0.5:
             state, _ = step.optim_step(state, slot, window=window)
-        else:  # one microbatch or several at once, some of them again
+        else:  # one or several microbatches, some of them repeated
             numbers = r.sample(range(size), r.randint(1, min(3, size)))
             batch = np.concatenate([microbatch(slot, window, n) for n in numbers])
             state = step.forward_backward(state, batch, slot=slot, number=numbers, window=window)
@@ -133,10 +133,10 @@ def history(among: Sequence[Service], r: Random, sizes: dict[tuple[str, int], in
 
 
 def differences(among: Sequence[Service], seed: str) -> list[str]:
-    """The slots that end with other bits than those of every microbatch once, in turn."""
+    """The slots whose final bits differ from those of every microbatch once, in order."""
     r = Random(seed)
     sizes = {(slot, window): r.randint(1, MOST) for slot in SLOTS for window in range(WINDOWS)}
-    expected, received = in_turn(among[0], sizes), history(among, r, sizes)
+    expected, received = in_order(among[0], sizes), history(among, r, sizes)
     same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), expected, received)
     return [slot for slot in SLOTS if not all(jax.tree.leaves([same[slot].params, same[slot].opt_state]))]
 
@@ -152,7 +152,7 @@ def main() -> int:
         for i in range(options.histories):
             if wrong := differences(among, f"{options.seed}:{i}"):
                 failed += 1
-                print(f"order {order}, history {i}: other bits in {', '.join(wrong)}")
+                print(f"order {order}, history {i}: different bits in {', '.join(wrong)}")
         print(f"order {order}, precision {PRECISION[order]}: {options.histories:,} histories", flush=True)
     return failed > 0
 

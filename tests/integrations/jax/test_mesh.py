@@ -1,4 +1,4 @@
-"""Under plain jit on a mesh: the library maps over the axes of ``over``, and leaves the others to the compiler."""
+"""Plain jit on a mesh: the library maps over the axes of ``over`` and leaves the other axes to the compiler."""
 
 import contextlib
 import re
@@ -45,7 +45,7 @@ def loss(w: Any, x: Any) -> Any:
 
 
 def tokens(w: Any, x: Any) -> Any:
-    """Weighed by what the batch holds; a microbatch of negative numbers alone is 0 / 0, and weighs nothing."""
+    """Mean over the positive rows, weighted by their number; without any, the loss is 0 / 0 and the weight 0."""
     count = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
     return LossOutput(jnp.sum(jnp.where(x[:, :1] > 0, jnp.tanh(x @ w), 0)) / count, count)
 
@@ -91,9 +91,9 @@ def test_replicas_exchange_outside_of_the_loop_alone(at: str, kind: AxisType) ->
     params, x = put(on, spec, W), put(on, P("data"), X)
     state = step.init(params)
     text = step.compiled.lower(params, state, x).compile().as_text()
-    found = COLLECTIVE.findall(text)
-    assert found == COLLECTIVE.findall(text[text.index("ENTRY") :])
-    assert sorted(found) == (["all-gather"] if spec else []) + ["all-reduce"]
+    collectives = COLLECTIVE.findall(text)
+    assert collectives == COLLECTIVE.findall(text[text.index("ENTRY") :])
+    assert sorted(collectives) == (["all-gather"] if spec else []) + ["all-reduce"]
     params, state, metrics = step(params, state, x)
     assert params.sharding.is_equivalent_to(NamedSharding(on, spec), 2)
     assert float(metrics.weight) == (X[:, 0] > 0).sum()
@@ -122,8 +122,8 @@ def product(w: Any, x: Any) -> Any:
     cases([("sequential", "fsdp", EXPLICIT)], ("sequential", "tree"), ("whole", "fsdp"), KINDS, pairwise=True),
 )
 def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of integers, so that the sums are exact: the last window is a partial one."""
-    monkeypatch.setattr(on_replicas, "SEPARATE_BYTES", 64)  # the exchange takes over the window's matrix
+    """Integer inputs make the sums exact; the last window is partial."""
+    monkeypatch.setattr(on_replicas, "SEPARATE_BYTES", 64)  # the all-reduce reuses the buffer of the window's matrix
     on, spec = mesh(kind), SPECS[at]
     step = train_step(product, optax.sgd(1.0, momentum=0.5), every=3, over=OVER, order=order)
     xs = RNG.integers(-8, 9, (5, 16, 8)).astype(np.float32)
@@ -136,7 +136,7 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
     assert all(x.sharding.is_equivalent_to(at, x.ndim) for x, at in zip(jax.tree.leaves(state), places, strict=True))
     params, state, metrics = step.flush(params, state)
     assert float(metrics.weight) == 32
-    # The gradient by each column of w is the mean of x, over 8.
+    # The gradient of each column of w is the mean of x, divided by 8.
     means = [xs[:3].mean((0, 1), dtype=np.float64) / 8, xs[3:].mean((0, 1), dtype=np.float64) / 8]
     first = np.float32(W - np.float32(means[0])[:, None])
     np.testing.assert_allclose(params, first - np.float32(means[1] + 0.5 * means[0])[:, None], 1e-5)
@@ -145,7 +145,7 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
 @pytest.mark.parametrize("over", [gc.LOCAL, OVER], ids=["local", "data"])
 @pytest.mark.parametrize("every", [2, gc.UNTIL_FLUSH], ids=["two", "until flush"])
 def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None:
-    """They begin as zeros that are made outside of any program, and of jax.set_mesh."""
+    """The initial zeros are created outside of any program and of jax.set_mesh."""
     on = mesh(EXPLICIT, 4, 1)
 
     def measured(w: Any, x: Any) -> Any:
@@ -195,7 +195,7 @@ def test_a_batch_that_is_split_over_devices_is_divided_where_it_lies(given: Any,
     w, x = put(on, P(), W), put(on, P("data"), X)
     compiled = jax.jit(gradient).lower(w, x).compile()
     assert set(COLLECTIVE.findall(compiled.as_text())) <= {"all-reduce"}
-    # The same microbatches: of every device's six examples two.
+    # The same microbatches: two of each device's six examples.
     blocks = [X.reshape(8, 6, 8)[:, 2 * i : 2 * i + 2].reshape(16, 8) for i in range(3)]
     np.testing.assert_allclose(compiled(w, x)[1], value_and_grad(given, 3)(W, np.concatenate(blocks))[1], 1e-5, 1e-6)
 
@@ -210,7 +210,7 @@ def last(w: Any, x: Any) -> Any:
     [(16, False, [1, 3, 5, 7, 9, 11, 13, 15]), (24, True, [2, 5, 8, 11, 14, 17, 20, 23]), (40, False, None)],
 )
 def test_a_microbatch_has_a_part_of_every_block(kind: AxisType, n: int, interleaved: bool, expected: Any) -> None:
-    """A block a device; five examples a device make microbatches of three and of two."""
+    """One block per device; five examples per device make microbatches of three and two."""
     on = mesh(kind, 8, 1)
     x = put(on, P("data"), np.arange(n, dtype=np.float32))
     gradient = value_and_grad(
@@ -222,8 +222,8 @@ def test_a_microbatch_has_a_part_of_every_block(kind: AxisType, n: int, interlea
         gradient = value_and_grad(lambda w, x: jnp.sum(w * x), 2, reduction=reductions.sum())
         assert float(jax.jit(gradient)(jnp.float32(1), x)[1]) == n * (n - 1) / 2
     else:
-        (_, found), _ = jax.jit(gradient)(jnp.float32(1), x)
-        assert np.asarray(found).tolist() == expected
+        (_, examples), _ = jax.jit(gradient)(jnp.float32(1), x)
+        assert np.asarray(examples).tolist() == expected
 
 
 def other_devices() -> Any:
@@ -247,7 +247,7 @@ def test_what_cannot_be_mapped_is_refused(over: Any, x: Any, message: str) -> No
 
 @pytest.mark.parametrize("settings", [{"microbatches": 2}, {"every": 2}])
 def test_shards_of_parameters_are_refused(settings: dict[str, int]) -> None:
-    """Where their type tells of it: the replicas' gradients are not of the same parameters."""
+    """If shard_map's types show it: the gradients of the replicas belong to different parameters."""
     step = train_step(lambda w, x: jnp.mean(x * w), optax.sgd(1.0), over=OVER, **settings)
 
     def call(w: Any, x: Any) -> Any:
@@ -284,7 +284,7 @@ def test_a_donated_buffer_is_named() -> None:
 @pytest.mark.parametrize("batch", [X, jnp.asarray(X)], ids=["numpy", "one device"])
 @pytest.mark.parametrize("in_scope", [True, False])
 def test_a_batch_that_is_not_on_the_mesh_is_put_there(batch: Any, in_scope: bool) -> None:
-    """On explicit axes as on automatic ones."""
+    """Explicit mesh axes behave like automatic ones."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(EXPLICIT,))
     params = jax.device_put(jnp.asarray(W), NamedSharding(mesh, P()))
     step = train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.5), microbatches=3, over=OVER)

@@ -1,4 +1,4 @@
-"""The trees that models of flax and equinox really have, over lists, time, replicas and in an optax chain."""
+"""Pytrees of real flax and equinox models over lists, time, replicas, and in an optax chain."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nnx_state() -> Any:
 
 
 def equinox_module() -> Any:
-    """A module with static fields (sizes, activations), and None for what is no array and for a missing bias."""
+    """A module with static fields (sizes, activations) and None for non-arrays and a missing bias."""
     model = eqx.nn.MLP(3, 2, 4, depth=1, use_final_bias=False, key=jax.random.key(0))
     return eqx.filter({"model": model, "step": jnp.int32(3)}, eqx.is_inexact_array)
 
@@ -68,7 +68,7 @@ TREES: dict[str, Callable[[], Any]] = {
 
 
 def filled(params: Any, value: float) -> Any:
-    """Gradients: in each leaf its number in the tree, times a factor."""
+    """Gradients: each leaf is filled with `value` times its one-based position in the tree."""
     leaves, structure = jax.tree.flatten(params)
     made = [jnp.asarray(np.full(x.shape, value * (i + 1), x.dtype)) for i, x in enumerate(leaves)]
     return jax.tree.unflatten(structure, made)
@@ -141,7 +141,7 @@ def test_the_mean_has_the_structure_and_the_values(way: Callable[[Any], Any], tr
 
 
 def test_the_gradient_of_an_nnx_model() -> None:
-    """Small integers all through, so that the gradient over all examples is exact."""
+    """All numbers are small integers, so the gradient over all examples is exact."""
     definition, params, others = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, ...)
     params = filled(params, 1)
 
@@ -160,7 +160,7 @@ def test_the_gradient_of_an_nnx_model() -> None:
 
 
 def test_two_states_of_different_variables_do_not_match() -> None:
-    """The kind of a variable is part of the structure."""
+    """The type of a variable is part of the tree structure."""
 
     class Frozen(nnx.Param):
         pass
@@ -179,7 +179,7 @@ def grads_beside_keys() -> Any:
 @pytest.mark.parametrize("like", [WITH_KEY, jax.eval_shape(lambda: WITH_KEY)], ids=["arrays", "specs"])
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_random_key_has_no_gradient(like: Any, jit: bool) -> None:
-    """It stands where jax.grad has float0, in ``like`` and in contributions alike, and stays float0."""
+    """A key counts as float0, which jax.grad returns for it, in ``like`` and in contributions; the value is float0."""
     init = jax.jit(lambda: ACC.init(like)) if jit else lambda: ACC.init(like)
     update = jax.jit(ACC.update) if jit else ACC.update
     for contribution in (grads_beside_keys(), {"w": jnp.full(3, 2.0), "key": None, "keys": None}):
@@ -208,7 +208,7 @@ def test_keys_and_float0_stay_in_their_places_over_lists_and_replicas() -> None:
 
 
 def test_float0_inside_jit() -> None:
-    """As an argument of jit, float0 is a tracer, and no less without gradient."""
+    """float0 is a tracer as an argument of jit, and still has no gradient."""
     grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)({"w": jnp.ones(2), "steps": jnp.ones(3, jnp.int32)})
     state = jax.jit(lambda g: ACC.update(g, ACC.update(g, ACC.init(g))))(grads)
     value = ACC.value(state)

@@ -1,4 +1,4 @@
-"""Modules of flax.nnx and equinox in the place of parameters."""
+"""flax.nnx and equinox modules passed as parameters."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_each_microbatch_has_keys_of_its_own() -> None:
             masks.append(aux["rows"])
         assert model.dropout.rngs.count[...] == 3
         assert set(np.unique(masks[0])) == {0, 2}  # one mask
-        assert len(np.unique(masks[1])) > 2  # the sum of four different ones
-        assert not equal_bits(masks[1], masks[2])  # and the next call draws others
+        assert len(np.unique(masks[1])) > 2  # the sum of four different masks
+        assert not equal_bits(masks[1], masks[2])  # the next call draws new masks
         (_, again), _ = value_and_grad(made, 4)(Drop(), np.ones((4, 16), np.float32), *keys)
         (_, twice), _ = value_and_grad(made, 4)(Drop(), np.ones((4, 16), np.float32), *keys)
         assert equal_bits(again["rows"], twice["rows"])
@@ -252,12 +252,12 @@ def test_over_replicas() -> None:
 
 def test_terms_of_a_module() -> None:
     def terms(m: Any, x: Any, mask: Any) -> LossOutput:
-        found = {"a": losses.token_mean(m(x), mask), "b": losses.token_mean(m(x) ** 2)}
-        return LossOutput(found, aux=jnp.mean(x))
+        terms = {"a": losses.token_mean(m(x), mask), "b": losses.token_mean(m(x) ** 2)}
+        return LossOutput(terms, aux=jnp.mean(x))
 
     made = Loss(terms, terms={"a": "tokens", "b": "rows"})
-    found = [value_and_grad(made, k)(Linear(nnx.Rngs(0)), X, MASK) for k in (1, 4)]
-    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
+    results = [value_and_grad(made, k)(Linear(nnx.Rngs(0)), X, MASK) for k in (1, 4)]
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_optax_form() -> None:

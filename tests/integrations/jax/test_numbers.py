@@ -1,4 +1,4 @@
-"""Parameters and gradients that are Python's or NumPy's numbers, as jit and optax take them."""
+"""Python and NumPy scalars as parameters and gradients, as jit and optax accept them."""
 
 from typing import Any
 
@@ -25,15 +25,15 @@ PARAMS: dict[str, Any] = {
 
 
 def loss(params: Any, x: Any) -> Any:
-    """The gradient is the mean of x, in all elements."""
+    """Every element of the gradient is the mean of x."""
     return sum((jnp.sum(w) for w in jax.tree.leaves(params)), jnp.float32(0)) * jnp.mean(x)
 
 
 def require_all(values: Any, like: Any, expected: float) -> None:
     assert jax.tree.structure(values) == jax.tree.structure(like)
-    for found, own in zip(jax.tree.leaves(values), jax.tree.leaves(like), strict=True):
-        assert (found.dtype, found.shape) == (np.float32, np.shape(own))
-        assert (found == expected).all()
+    for value, x in zip(jax.tree.leaves(values), jax.tree.leaves(like), strict=True):
+        assert (value.dtype, value.shape) == (np.float32, np.shape(x))
+        assert (value == expected).all()
 
 
 FORMS = ("every", "microbatches")

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Windows of windows: islands on a mesh have the bits of islands simulated on one device, and those of the rule."""
+"""Local SGD with an outer optimizer: islands on a mesh, simulated islands and the written rule agree bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVER = gc.jax_axis(AXIS)
 
 
 def train(islands: Any, params: Any, added: Any, weights: Any) -> Any:
-    """The parameters of one island and the outer ones after each step."""
+    """The parameters and outer parameters of one island after each step."""
     state, seen = islands.init(params), []
     for i in range(STEPS):
         params = {name: x + added[name][i] for name, x in params.items()}
@@ -33,7 +33,7 @@ def train(islands: Any, params: Any, added: Any, weights: Any) -> Any:
 
 
 def simulated(islands: Any, added: Any, weights: Any) -> Any:
-    """All islands on one device."""
+    """Runs all islands on one device by vmap."""
     run = jax.vmap(lambda added, weights: train(islands, start(), added, weights), axis_name=AXIS)
     return jax.jit(run)(added, weights)
 
@@ -65,13 +65,13 @@ def test_a_mesh_has_the_bits_of_a_simulation(n: int, fragments: int) -> None:
     for ours, theirs in zip(alone, ruled(added, weights, FRAGMENTS[fragments]), strict=True):
         for name in SHAPES:
             for island in range(n):
-                bound = {"rtol": 0, "atol": 2e-6}  # XLA fuses the momentum's products, here and there
+                bound = {"rtol": 0, "atol": 2e-6}  # XLA may fuse the momentum's products
                 np.testing.assert_allclose(ours["params"][name][island], theirs["params"][island][name], **bound)
                 np.testing.assert_allclose(ours["outer"][name][island], theirs["outer"][name], **bound)
 
 
 def test_nothing_moves_between_exchanges() -> None:
-    """The outer parameters change at the end of a window alone, each fragment's at its own."""
+    """The outer parameters of each fragment change only at the end of its window."""
     added, weights = moves(2), np.ones((2, STEPS), np.float32)
     seen = simulated(nesterov(fragments=2), added, weights)
     before = [start(), *(jax.tree.map(lambda x: x[0], one["outer"]) for one in seen[:-1])]
@@ -83,7 +83,7 @@ def test_nothing_moves_between_exchanges() -> None:
 
 
 def test_a_lost_island_changes_nothing() -> None:
-    """Weight 0 and parameters that are NaN: bits as without it; afterwards it has the outer parameters."""
+    """An island with weight 0 and NaN parameters changes no bits and gets the outer parameters at the end."""
     added, weights = moves(2), np.ones((2, STEPS), np.float32)
     lost = {name: np.where(np.arange(2).reshape(2, *[1] * (x.ndim - 1)) == 1, np.nan, x) for name, x in added.items()}
     weights[1, :EVERY] = 0
@@ -109,7 +109,7 @@ def test_an_island_that_joins_begins_from_the_outer_parameters() -> None:
 
 
 def test_through_a_wire() -> None:
-    """What the islands moved is sent in eight bits; all of them have the same bits afterwards."""
+    """The islands' changes are sent in eight bits, and all islands end with the same bits."""
     added = {"w": np.random.default_rng(1).normal(size=(2, 64, 64)).astype(np.float32)}
     wire = gc.wires.blocks(8)
     plain, narrow = (outer(optax.sgd(1.0), 1, OVER, reduction=gc.reductions.mean(wire=to)) for to in (None, wire))

@@ -1,4 +1,4 @@
-"""States beside parameters that have been committed to a mesh or a device: a step compiles once."""
+"""A step compiles only once when the parameters are committed to a mesh or a device."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,6 @@
-"""A loss of PPO over microbatches, replicas and requests: one update, that of one batch in float64.
+"""A PPO loss over microbatches, replicas and requests gives the update of the full batch in float64.
 
-Five terms over four denominators: of tokens that a filter of the policy itself keeps, of all tokens, of sequences, and
-of microbatches.
+Five terms over four denominators: the tokens that a filter on the policy keeps, all tokens, sequences, microbatches.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _promotion() -> Iterator[None]:
 
 
 def per_token(params: Any, batch: Any) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-    """The values of each term, the tokens that are kept, and how evenly the actions are used."""
+    """Values per token of each term, the mask of kept tokens, and the load-balancing loss of the actions."""
     logits = jax.nn.log_softmax(batch["x"] @ params["policy"])
     logp = jnp.take_along_axis(logits, batch["action"][..., None], -1)[..., 0]
     ratio = jnp.exp(logp - batch["before"])
@@ -88,11 +87,11 @@ AUX = {"kl": reductions.ratio(), "kept": reductions.sum()}
 
 @cache
 def truth(microbatches: int) -> dict[str, Any]:
-    """Of one batch, in float64; balance alone is of microbatches."""
+    """Results of the full batch in float64; only the balance term is computed per microbatch."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, (PARAMS, BATCH))
 
-        def whole(params: Any) -> Any:
+        def full_batch(params: Any) -> Any:
             (values, kept, _), mask = per_token(params, wide[1]), wide[1]["mask"]
             sums = {term: jnp.sum(jnp.where(mask, x, 0), 1) for term, x in values.items()}
             lengths, rows = mask.sum(1), (mask.sum(1) > 0).sum()
@@ -107,15 +106,15 @@ def truth(microbatches: int) -> dict[str, Any]:
             weights = {"kept tokens": kept.sum(), "tokens": mask.sum(), "sequences": rows, "microbatches": microbatches}
             return terms, weights, {"kl": kl, "kept": kept.sum()}
 
-        jacobian = jax.jacrev(lambda params: whole(params)[0])(wide[0])
+        jacobian = jax.jacrev(lambda params: full_batch(params)[0])(wide[0])
         norms = {}
         for name in set(OVER.values()):
             grads = [jacobian[term] for term in OVER if OVER[term] == name]
             norms[name] = norm(jax.tree.map(lambda *x: sum(x), *grads))
         grads = jax.tree.map(lambda *x: sum(x), *jacobian.values())
-        terms, weights, aux = whole(wide[0])
-        told = {"value": terms, "weight": weights, "aux": aux, "grads": grads, "grad_norms": norms}
-        return jax.tree.map(np.asarray, told | {"grad_norm": norm(grads)})
+        terms, weights, aux = full_batch(wide[0])
+        metrics = {"value": terms, "weight": weights, "aux": aux, "grad_norm": norm(grads), "grad_norms": norms}
+        return jax.tree.map(np.asarray, metrics | {"grads": grads})
 
 
 def norm(grads: Any) -> Any:
@@ -131,7 +130,7 @@ close = partial(chex.assert_trees_all_close, rtol=2e-5, atol=1e-6)
 
 
 def taken(params: Any) -> Any:
-    """The gradient, of which the optimizer has made one step of size 1."""
+    """Recovers the gradient from the parameters after one SGD step with learning rate 1."""
     return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), PARAMS, params)
 
 

@@ -1,4 +1,4 @@
-"""A loss that returns a Ratio of each term: as one that returns sums and counts apart, in every form."""
+"""A loss that returns a Ratio per term is equivalent to one that returns sums and counts, in every form."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def ratios(w: Any, x: Any, mask: Any) -> dict[str, Ratio]:
 
 
 def apart(w: Any, x: Any, mask: Any) -> LossOutput:
-    found = ratios(w, x, mask)
-    weights = {name: found[term].denominator for term, name in TERMS.items()}
-    return LossOutput({term: part.numerator for term, part in found.items()}, weights)
+    terms = ratios(w, x, mask)
+    weights = {name: terms[term].denominator for term, name in TERMS.items()}
+    return LossOutput({term: part.numerator for term, part in terms.items()}, weights)
 
 
 def whole(w: Any, x: Any, mask: Any) -> LossOutput:
@@ -53,10 +53,10 @@ def whole(w: Any, x: Any, mask: Any) -> LossOutput:
 @pytest.mark.parametrize("totals", [None, "counted"])
 def test_ratios_are_sums_and_counts(form: Any, totals: Any) -> None:
     of = {"terms": TERMS, "totals": totals}
-    found = value_and_grad(Loss(form, **of), 4)(jnp.float32(2), X, MASK)
+    output, grad = value_and_grad(Loss(form, **of), 4)(jnp.float32(2), X, MASK)
     expected = value_and_grad(Loss(apart, **of), 4)(jnp.float32(2), X, MASK)
-    value = found[0].value if isinstance(found[0], LossOutput) else found[0]
-    assert equal_bits(found[1], expected[1])
+    value = output.value if isinstance(output, LossOutput) else output
+    assert equal_bits(grad, expected[1])
     assert all(equal_bits(value[term], expected[0].value[term]) for term in TERMS)
 
 
@@ -112,9 +112,9 @@ def test_a_metric_has_its_own_denominator() -> None:
         return LossOutput(output.numerator, weight=output.denominator, aux={"kl": kl})
 
     of = Loss(loss, aux_reduction={"kl": reductions.ratio()})
-    found = [value_and_grad(of, k)(jnp.float32(2), X, MASK)[0].aux["kl"] for k in (1, 4)]
+    kl = [value_and_grad(of, k)(jnp.float32(2), X, MASK)[0].aux["kl"] for k in (1, 4)]
     expected = gc.combine(reductions.ratio(), [losses.sequence_mean_of_token_mean(X, MASK)])
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(kl, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("by", [None, {"kl": reductions.mean()}], ids=["none", "a mean"])

@@ -1,4 +1,4 @@
-"""Windows over requests: every microbatch once, in every order, and each slot by itself."""
+"""Windows over requests: every microbatch counts once, the order does not matter, and slots are independent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loss(w: jax.Array, x: jax.Array) -> LossOutput:
 
 
 def after(step: RequestStep, numbers: list[int]) -> np.ndarray:
-    """The gradient that the optimizer got, from parameters that are 0."""
+    """The combined gradient, read off the update of zero parameters."""
     state = step.init({"a": np.zeros(3, np.float32)})
     for n in numbers:
         state = step.forward_backward(state, BATCHES[n], slot="a", number=n)
@@ -126,7 +126,9 @@ def test_metrics_are_those_of_the_window() -> None:
 
 def test_slots_are_apart_and_share_what_is_compiled() -> None:
     chex.clear_trace_counter()
-    step = request_step(chex.assert_max_traces(loss, 2), optax.adam(0.1), microbatches=8)  # a first one, and one more
+    step = request_step(
+        chex.assert_max_traces(loss, 2), optax.adam(0.1), microbatches=8
+    )  # the first trace, and one more
     alone = step.init({"a": W})
     state = step.init(dict.fromkeys("abcd", W))
     for n in range(3):
@@ -215,7 +217,7 @@ def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
 
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
-    """From four replicas to one, and back."""
+    """A window moves from four replicas to one and back."""
     exact = reductions.mean("exact")
     one = request_step(loss, TAKEN, microbatches=8, reduction=exact, order=order)
     four = request_step(loss, TAKEN, microbatches=8, reduction=exact, order=order, over=gc.jax_axis("data"))

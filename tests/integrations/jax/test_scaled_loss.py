@@ -1,4 +1,4 @@
-"""Weights of microbatches that scale the loss: what they mean stays, whatever a microbatch of weight 0 holds."""
+"""Microbatch weights applied by scaling the loss: the result is the weighted mean, and weight 0 masks even NaN."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ REDUCTIONS = pytest.mark.parametrize("reduction", named(("mean",), MEAN_AND_SUM)
 
 
 def weighed(w: Any, x: Any, weight: Any) -> Any:
-    """A microbatch of weight 0 is 0 / 0, with a gradient of NaN."""
+    """For weight 0 the loss is 0 / 0 and its gradient NaN."""
     return LossOutput(jnp.sum(w[None] * x * weight) / jnp.sum(weight), jnp.sum(weight))
 
 
@@ -48,7 +48,7 @@ def test_no_microbatch_that_counts_gives_zeros(reduction: gc.Reduction) -> None:
     zeros = np.zeros((2, 6, 1), np.float32)
     _, grad = jax.jit(value_and_grad(weighed, 6, reduction=reduction))(W, X, zeros[0])
     np.testing.assert_array_equal(grad, 0)
-    # On one replica of two, it leaves the other's.
+    # If all weights of one replica are 0, the result is that of the other replica.
     both = np.stack([X, X]), np.stack([zeros[0], zeros[0] + 1])
     f = value_and_grad(weighed, 6, reduction=reduction, over=gc.jax_axis("d"))
     _, grads = jax.jit(jax.vmap(f, in_axes=(None, 0, 0), axis_name="d"))(W, *both)
@@ -67,7 +67,7 @@ def test_a_traced_weight_that_is_none_makes_all_of_it_nan(reduction: gc.Reductio
 
 
 def test_a_loss_in_float16_is_not_scaled() -> None:
-    """Twice 40,000 would be beyond its range."""
+    """Twice 40,000 would overflow float16."""
 
     def half(w: Any, x: Any, weight: Any) -> Any:
         return jnp.sum(w.astype(jnp.float16) * jnp.float16(40_000)).astype(jnp.float32) + 0 * x.sum()

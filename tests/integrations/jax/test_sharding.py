@@ -1,4 +1,4 @@
-"""The global view: jit over NamedShardings, without an axis name. Windows lie where the parameters lie."""
+"""The global view: jit over NamedShardings without an axis name. Windows are sharded like the parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 
 
 def params(over: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Of one shape, so that nothing but the leaf itself tells their shardings apart."""
+    """Parameters of one shape, so that shardings cannot be matched by shape."""
     return {name: jax.device_put(jnp.full((8, 8), 0.5), NamedSharding(over, spec)) for name, spec in SPECS.items()}
 
 
@@ -42,7 +42,7 @@ def specs_of(tree: Any) -> Any:
 
 
 def placed(state: Any, like: dict[str, jax.Array]) -> None:
-    """Each array of the parameters' shape, or a stack of such, is sharded as its own parameter; one stands for each."""
+    """Asserts that the state has an array, or a stack of arrays, for each parameter, sharded like that parameter."""
     seen = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if x.shape[-2:] == (8, 8):
@@ -74,7 +74,7 @@ def test_explicit_axes_carry_the_sharding_through_jit() -> None:
 
 
 def collectives(compiled: Any) -> list[str]:
-    """The collective operations of a compiled program, in alphabetical order."""
+    """The collectives of a compiled program, sorted by name."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     return sorted(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
 
@@ -105,7 +105,7 @@ def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def windows(combine: Callable[[Any], Any]) -> Any:
-    """A window of four microbatches in one program: scanned over, the batch sharded over 'data'."""
+    """A program that combines the gradients of a window of microbatches."""
 
     def step(weights: Any, xs: Any) -> Any:
         return combine(lambda x: jax.grad(loss)(weights, x))(weights, xs)
@@ -137,12 +137,12 @@ def test_a_window_inside_one_program_adds_no_collective_to_those_of_the_gradient
     xs = np.random.default_rng(0).integers(-4, 5, (4, 16, 8)).astype(np.float32)
     xs = jax.device_put(xs, NamedSharding(over, P(None, "data")))
     programs = [jax.jit(windows(combine)).lower(weights, xs).compile() for combine in (ours, by_hand)]
-    found = [collectives(program) for program in programs]
-    assert found[0] == found[1]
-    assert found[0] != []
+    received, expected = (collectives(program) for program in programs)
+    assert received == expected
+    assert received != []
     mine, theirs = (program(weights, xs) for program in programs)
     for name, value in mine.items():
         np.testing.assert_array_equal(value, theirs[name])
-        # Powers of two and small integers: exact, in any order.
+        # Powers of two and small integers: sums are exact in any order.
         expected = jax.grad(lambda w: sum(loss(w, np.asarray(x)) for x in xs))(jax.device_get(weights))[name]
         np.testing.assert_array_equal(value, expected)

@@ -1,4 +1,4 @@
-"""BCOO, and gradients of embeddings as rows."""
+"""BCOO gradients, and gradients of embedding tables as rows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def loss(embedded: Any, params: Any, targets: Any) -> Any:
     return jnp.sum((embedded["e"] @ params["w"] - targets) ** 2), embedded["e"].shape
 
 
-# Small integers: every sum is exact, in any order.
+# Small integers: sums are exact in any order.
 TABLES = {"e": jnp.arange(ROWS * WIDTH, dtype=jnp.float32).reshape(ROWS, WIDTH) % 5}
 PARAMS = {"w": jnp.float32([1, -2, 1])}
 BATCH_IDS = jnp.int32([[[3, 3], [7, 0]], [[0, 9], [9, 9]], [[1, 7], [7, 7]], [[9, 9], [0, 3]]])
@@ -75,20 +75,20 @@ def dense_gradient(ids: Any, targets: Any) -> Any:
 
 def test_row_gradients_are_those_of_the_dense_table() -> None:
     grad = value_and_row_grad(loss, has_aux=True)
-    (value, aux), (found, rest) = grad(TABLES, {"e": BATCH_IDS[0]}, PARAMS, TARGETS[0])
+    (value, aux), (row_grads, rest) = grad(TABLES, {"e": BATCH_IDS[0]}, PARAMS, TARGETS[0])
     dense, params = dense_gradient(BATCH_IDS[0], TARGETS[0])
     assert value == loss({"e": TABLES["e"][BATCH_IDS[0]]}, PARAMS, TARGETS[0])[0] and aux == (2, 2, WIDTH)
-    assert found["e"].indices.tolist() == BATCH_IDS[0].ravel().tolist()
-    np.testing.assert_array_equal(to_dense(found["e"]), dense["e"])
+    assert row_grads["e"].indices.tolist() == BATCH_IDS[0].ravel().tolist()
+    np.testing.assert_array_equal(to_dense(row_grads["e"]), dense["e"])
     np.testing.assert_array_equal(rest["w"], params["w"])
 
 
 def test_padding_looks_up_zeros_and_has_no_gradient() -> None:
     ids = jnp.int32([[ROWS, 2], [2, ROWS]])
-    (value, _), (found, _) = value_and_row_grad(loss, has_aux=True)(TABLES, {"e": ids}, PARAMS, TARGETS[0])
+    (value, _), (row_grads, _) = value_and_row_grad(loss, has_aux=True)(TABLES, {"e": ids}, PARAMS, TARGETS[0])
     padded = jnp.where((ids < ROWS)[..., None], TABLES["e"][jnp.minimum(ids, ROWS - 1)], 0)
     assert value == loss({"e": padded}, PARAMS, TARGETS[0])[0]
-    assert gc.combine(row_sum(capacity=2), [found])["e"].indices.tolist() == [2, ROWS]
+    assert gc.combine(row_sum(capacity=2), [row_grads])["e"].indices.tolist() == [2, ROWS]
 
 
 def test_ids_out_of_range_are_refused() -> None:
@@ -101,8 +101,7 @@ GRAD = value_and_row_grad(loss, has_aux=True)
 
 
 def _contribution(ids: Any, targets: Any, params: Any = PARAMS) -> Any:
-    _, (found, rest) = GRAD(TABLES, {"e": ids}, params, targets)
-    return found, rest
+    return GRAD(TABLES, {"e": ids}, params, targets)[1]
 
 
 def _wanted() -> Any:
@@ -133,8 +132,8 @@ def test_no_array_of_the_size_of_the_table_is_made() -> None:
     table = jax.ShapeDtypeStruct((10**6, WIDTH), np.float32)
 
     def step(table: Any, ids: Any, targets: Any) -> Any:
-        _, (found, _) = GRAD({"e": table}, {"e": ids}, PARAMS, targets)
-        return add_rows(table, gc.combine(row_mean(capacity=4), [found, found])["e"])
+        _, (row_grads, _) = GRAD({"e": table}, {"e": ids}, PARAMS, targets)
+        return add_rows(table, gc.combine(row_mean(capacity=4), [row_grads, row_grads])["e"])
 
     args = (table, *(jax.ShapeDtypeStruct((2, 2), dtype) for dtype in (np.int32, np.float32)))
     memory = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
@@ -144,12 +143,12 @@ def test_no_array_of_the_size_of_the_table_is_made() -> None:
 
 @pytest.mark.full
 def test_replicas_under_check_vma() -> None:
-    """The table is the same on all replicas; the gradients of its rows are each replica's own."""
+    """The table is replicated; the gradients of its rows vary over the replicas."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def body(batch_ids: Any, targets: Any) -> Any:
-        own = jax.lax.pcast(PARAMS, "data", to="varying")
-        contribution = _contribution(batch_ids[0], targets[0], own)
+        varying = jax.lax.pcast(PARAMS, "data", to="varying")
+        contribution = _contribution(batch_ids[0], targets[0], varying)
         return gc.all_reduce(REDUCTION, contribution, over=gc.jax_axis("data"))
 
     _check(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P()))(BATCH_IDS, TARGETS))

@@ -29,11 +29,11 @@ def standard_promotion() -> Any:
 
 
 OPTAX_PROMOTES = pytest.mark.usefixtures("standard_promotion")
-"""optax's own arithmetic mixes integers and floats; everything else here runs under strict promotion."""
+"""optax's arithmetic mixes integers and floats; everything else here runs under strict promotion."""
 
 
 def linear(params: Any, x: Any) -> Any:
-    """The gradient is the mean of x over examples, over 4: for two examples it rounds once, in any program."""
+    """The gradient is a quarter of the mean of x over examples: for two examples it rounds once in any program."""
     return jnp.mean(params["w"][None] * x)
 
 
@@ -45,14 +45,14 @@ def start(dtype: Any = np.float32) -> Any:
 
 
 def run(step: Any, params: Any, batches: Any, flush: bool = False) -> tuple[Any, Any, list[Any]]:
-    state, told = step.init(params), []
+    state, history = step.init(params), []
     for batch in batches:
         params, state, metrics = step(params, state, batch)
-        told.append(metrics)
+        history.append(metrics)
     if flush:
         params, state, metrics = step.flush(params, state)
-        told.append(metrics)
-    return params, state, told
+        history.append(metrics)
+    return params, state, history
 
 
 @OPTAX_PROMOTES
@@ -61,13 +61,13 @@ def run(step: Any, params: Any, batches: Any, flush: bool = False) -> tuple[Any,
     cases([("tree", "every"), ("sequential", "microbatches")], ("sequential", "tree"), ("every", "microbatches")),
 )
 def test_an_update_is_that_of_the_optimizer_on_the_combined_gradients(order: Any, form: str) -> None:
-    # Halves and ones: the optimizer's own arithmetic has no product to be fused.
+    # Factors of a half and one: the optimizer's arithmetic has no product that rounds, so fusion changes no bits.
     optimizer = optax.sgd(1.0, momentum=0.5)
     step = train_step(linear, optimizer, **{form: 4}, order=order)
     batches = list(X) if form == "every" else [X[:4].reshape(8, 4), X[4:].reshape(8, 4)]
-    params, state, told = run(step, start(), batches)
+    params, state, history = run(step, start(), batches)
     applied = [False, False, False, True] * 2 if form == "every" else [True, True]
-    assert [bool(metrics.applied) for metrics in told] == applied
+    assert [bool(metrics.applied) for metrics in history] == applied
 
     @jax.jit
     def update(params: Any, inner: Any, grads: Any) -> Any:
@@ -82,7 +82,7 @@ def test_an_update_is_that_of_the_optimizer_on_the_combined_gradients(order: Any
 
 
 def ones(*values: float, dtype: Any = np.float32) -> list[Any]:
-    """Microbatches of one example, whose gradient is a quarter of the value."""
+    """Microbatches of one example; the gradient of each is a quarter of its value."""
     return [jnp.full((1, 4), value, dtype) for value in values]
 
 
@@ -93,15 +93,15 @@ def weights(params: Any) -> float:
 
 def test_metrics_tell_of_the_window_that_was_applied() -> None:
     step = train_step(linear, NEGATE, every=2)
-    params, state, told = run(step, start(), ones(2, 6, 8, 4))
-    # A loss of 2, 6, then with weights of 1 - 4/4 = 0: 0, 0.
-    assert [(float(m.value), float(m.weight), bool(m.applied)) for m in told] == [
+    params, state, history = run(step, start(), ones(2, 6, 8, 4))
+    # Losses 2 and 6 at parameters 1; then 0 and 0, at parameters 1 - 4/4 = 0.
+    assert [(float(m.value), float(m.weight), bool(m.applied)) for m in history] == [
         (0, 0, False),
         (4, 2, True),
         (0, 0, False),
         (0, 2, True),
     ]
-    assert told[0].aux is None
+    assert history[0].aux is None
     assert weights(params) == 0 - 6 / 4
     assert (int(state.window.step), int(state.window.index)) == (OVER, 1)
 
@@ -115,15 +115,15 @@ def test_the_weight_is_the_number_of_examples_unless_it_is_given() -> None:
 
 def test_nan_does_not_outlive_its_window() -> None:
     fixed = optax.stateless(lambda updates, params: jax.tree.map(lambda g: jnp.where(g == g, -g, 0), updates))
-    params, _, told = run(train_step(linear, fixed, every=2), start(), ones(np.nan, 1, 2, 4))
+    params, _, history = run(train_step(linear, fixed, every=2), start(), ones(np.nan, 1, 2, 4))
     assert weights(params) == 1 - 3 / 4
-    assert np.isnan(told[1].value) and float(told[3].value) == 3
+    assert np.isnan(history[1].value) and float(history[3].value) == 3
 
 
 def test_flush_applies_what_a_partial_window_holds_by_its_true_weight() -> None:
     step = train_step(linear, NEGATE, every=4)
-    params, state, told = run(step, start(), ones(2, 4), flush=True)
-    assert (weights(params), bool(told[-1].applied), float(told[-1].weight)) == (1 - 3 / 4, True, 2)
+    params, state, history = run(step, start(), ones(2, 4), flush=True)
+    assert (weights(params), bool(history[-1].applied), float(history[-1].weight)) == (1 - 3 / 4, True, 2)
     params, state, again = step.flush(params, state)
     assert (weights(params), bool(again.applied), float(again.weight)) == (1 - 3 / 4, False, 0)
     for x in ones(4, 4, 4, 4):
@@ -134,8 +134,8 @@ def test_flush_applies_what_a_partial_window_holds_by_its_true_weight() -> None:
 
 
 def test_a_flush_of_nothing_changes_nothing() -> None:
-    params, state, told = run(train_step(linear, NEGATE, every=4), start(), [], flush=True)
-    assert (weights(params), bool(told[0].applied), int(state.window.step)) == (1, False, 0)
+    params, state, history = run(train_step(linear, NEGATE, every=4), start(), [], flush=True)
+    assert (weights(params), bool(history[0].applied), int(state.window.step)) == (1, False, 0)
 
 
 def test_a_host_that_knows_where_windows_end_needs_no_branch() -> None:
@@ -155,7 +155,7 @@ def test_a_host_that_knows_where_windows_end_needs_no_branch() -> None:
 
 
 def test_keys_of_a_window_without_a_length_differ() -> None:
-    """Over replicas and steps."""
+    """They differ between replicas and between steps."""
 
     def drawn(w: Any, key: Any, x: Any) -> Any:
         return w * jax.random.uniform(key) * x.sum()
@@ -177,8 +177,8 @@ def test_keys_of_a_window_without_a_length_differ() -> None:
 
 def test_every_may_depend_on_the_window() -> None:
     step = train_step(linear, NEGATE, every=lambda index: index + 1)
-    _, _, told = run(step, start(), ones(*range(6)))
-    assert [bool(m.applied) for m in told] == [True, False, True, False, False, True]
+    _, _, history = run(step, start(), ones(*range(6)))
+    assert [bool(m.applied) for m in history] == [True, False, True, False, False, True]
 
 
 def test_one_trace_serves_all_steps() -> None:
@@ -195,7 +195,7 @@ def test_one_trace_serves_all_steps() -> None:
 
 @OPTAX_PROMOTES
 def test_everything_is_donated_and_nothing_twice() -> None:
-    # schedule_free begins with the parameters themselves in its state.
+    # The initial state of schedule_free holds the parameters themselves.
     step = train_step(linear, optax.contrib.schedule_free_sgd(0.1), every=2)
     params = start()
     state = step.init(params)
@@ -209,7 +209,7 @@ LEAVES = 4
 
 
 def memory(form: str, size: int = 2**16) -> tuple[int, Any]:
-    """The bytes of one leaf, and XLA's account of a step; the gradient is as large as the parameters."""
+    """Bytes of one leaf, and XLA's memory analysis of a step whose gradient is as large as the parameters."""
     params = {f"w{i}": jnp.ones(size + i) for i in range(LEAVES)}
 
     def loss(params: Any, x: Any) -> Any:
@@ -222,20 +222,20 @@ def memory(form: str, size: int = 2**16) -> tuple[int, Any]:
 @OPTAX_PROMOTES
 def test_a_window_costs_one_accumulator_tree_and_a_call_the_mean_of_one_leaf() -> None:
     leaf, every = memory("every")
-    # Parameters, two moments and the window, all of them updated in place.
+    # Parameters, two moments and the window, all updated in place.
     assert LEAVES * 4 * leaf < every.argument_size_in_bytes < LEAVES * 4 * leaf + 4096
     assert LEAVES * 4 * leaf < every.alias_size_in_bytes
     assert every.temp_size_in_bytes < 1.1 * leaf
-    _, whole = memory("microbatches")
-    # The window lives inside the call.
-    assert LEAVES * 3 * leaf < whole.alias_size_in_bytes < LEAVES * 3 * leaf + 4096
-    assert LEAVES * leaf < whole.temp_size_in_bytes < (LEAVES + 1.1) * leaf
+    _, microbatches = memory("microbatches")
+    # The window exists only during the call.
+    assert LEAVES * 3 * leaf < microbatches.alias_size_in_bytes < LEAVES * 3 * leaf + 4096
+    assert LEAVES * leaf < microbatches.temp_size_in_bytes < (LEAVES + 1.1) * leaf
 
 
 @pytest.mark.parametrize("form", ["every", pytest.param("microbatches", marks=FULL)])
 def test_narrow_gradients_are_accumulated_in_float32(form: str) -> None:
     step = train_step(linear, NEGATE, **{form: 64}, reduction=reductions.sum())
-    # A sum of 64 times a quarter of 1 + 2**-7, exact in float32; a bfloat16 sum stops growing by its last bit.
+    # The sum of 64 quarters of 1 + 2**-7 is exact in float32; a bfloat16 sum would lose the last bit of each term.
     value = 1 + 2.0**-7
     batches = ones(*[value] * 64, dtype=jnp.bfloat16)
     params, state, _ = run(step, start(jnp.bfloat16), batches if form == "every" else [jnp.concatenate(batches)])
@@ -251,8 +251,8 @@ def test_a_gradient_function_may_return_narrower_gradients(narrow: Any) -> None:
         return jnp.bfloat16(3), {"w": x[0], "frozen": None}
 
     step = train_step(Loss(given, differentiate=False), NEGATE, every=2)
-    params, _, told = run(step, start(), ones(2, 4, dtype=narrow))
-    assert (weights(params), params["w"].dtype, float(told[-1].value)) == (-2, np.float32, 3)
+    params, _, history = run(step, start(), ones(2, 4, dtype=narrow))
+    assert (weights(params), params["w"].dtype, float(history[-1].value)) == (-2, np.float32, 3)
 
 
 def noisy(params: Any, seen: Any, key: Any, x: Any) -> Any:
@@ -268,12 +268,15 @@ def test_keys_carry_and_aux(form: str) -> None:
     params, key = start(), jax.random.key(5)
     batches = ones(1, 7, 3, 5) if form == "every" else [jnp.concatenate(ones(1, 7)), jnp.concatenate(ones(3, 5))]
     state = step.init(params, key, batches[0], carry=jnp.zeros(4, np.uint32))
-    told = []
+    aux = []
     for x in batches:
         params, state, metrics = step(params, state, key, x)
-        told += [metrics] if metrics.applied else []
-    assert [jax.tree.map(float, m.aux) for m in told] == [{"largest": 7, "examples": 2}, {"largest": 5, "examples": 2}]
-    # The same key on every call, and yet another one for each microbatch.
+        aux += [jax.tree.map(float, metrics.aux)] if metrics.applied else []
+    assert aux == [
+        {"largest": 7, "examples": 2},
+        {"largest": 5, "examples": 2},
+    ]
+    # Every call gets the same key, but every microbatch a different one.
     keys = [jax.random.fold_in(jax.random.fold_in(key, window), i) for window in range(2) for i in range(2)]
     drawn = [int(jax.random.bits(key, (), np.uint32)) for key in keys]
     assert state.carry.tolist() == drawn[::-1]

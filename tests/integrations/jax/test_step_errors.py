@@ -1,4 +1,4 @@
-"""What training steps refuse, and that a failed call damages nothing."""
+"""Errors of training steps; a failed call leaves parameters and state intact."""
 
 from dataclasses import fields
 from typing import Any

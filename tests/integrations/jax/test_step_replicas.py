@@ -1,4 +1,4 @@
-"""Training steps on replicas that hold different data, by every way that JAX has of mapping a function."""
+"""Training steps on replicas with different data, under each of JAX's mapping transformations."""
 
 import re
 from collections.abc import Callable
@@ -24,11 +24,11 @@ NEGATE = optax.sgd(1.0)
 
 X = np.float32([[1, 5, 9, -4], [3, -7, 2, 8], [6, 4, 4, 2], [-1, 3, 8, 16]])
 TOKENS = np.float32([[1, 3, 2, 2], [4, 0, 1, 3], [2, 1, 4, 1], [2, 3, 1, 2]])
-"""A row a replica, a column a microbatch of one example. Each window of two columns holds 16 tokens."""
+"""Rows are replicas, columns microbatches of one example. Each window of two columns holds 16 tokens."""
 
 
 def token_mean(columns: slice) -> float:
-    """The mean over the tokens of some microbatches of all replicas."""
+    """The exact mean over the tokens of the selected microbatches on all replicas."""
     pairs = zip(X[:, columns].flat, TOKENS[:, columns].flat, strict=True)
     return float(Fraction(sum(Fraction(float(x)) * int(n) for x, n in pairs), int(TOKENS[:, columns].sum())))
 
@@ -38,7 +38,7 @@ PARAMS = {"w": jnp.zeros(())}
 
 
 def loss(params: Any, x: Any, tokens: Any) -> Any:
-    """The gradient is the mean of x over tokens; a microbatch without any is 0 / 0."""
+    """The gradient is the mean of x over tokens; 0 / 0 for a microbatch without tokens."""
     return LossOutput(params["w"] * jnp.sum(x * tokens) / jnp.sum(tokens), jnp.sum(tokens))
 
 
@@ -47,7 +47,7 @@ WHOLE = train_step(loss, NEGATE, microbatches=2, over=gc.jax_axis("d"))
 
 
 def every(params: Any, x: Any, tokens: Any) -> Any:
-    """One replica's calls of one microbatch each; the parameters after each."""
+    """The parameters and metrics after each call with one microbatch, on one replica."""
 
     def body(carry: Any, batch: Any) -> Any:
         params, state, metrics = EVERY.function(*carry, *jax.tree.map(lambda leaf: leaf[None], batch))
@@ -57,7 +57,7 @@ def every(params: Any, x: Any, tokens: Any) -> Any:
 
 
 def whole(params: Any, x: Any, tokens: Any) -> Any:
-    """One replica's calls of a whole window each; the parameters after each."""
+    """The parameters and metrics after each call with a full window, on one replica."""
 
     def body(carry: Any, batch: Any) -> Any:
         params, state, metrics = WHOLE.function(*carry, *batch)
@@ -76,7 +76,7 @@ def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, progra
     np.testing.assert_array_equal(params, [expected] * R)
     np.testing.assert_array_equal(metrics.applied, [applied] * R)
     np.testing.assert_array_equal(metrics.weight, [np.where(applied, 16, 0)] * R)
-    # The loss of the second window, by the weights after the first.
+    # The loss of the second window at the parameters after the first.
     np.testing.assert_array_equal(metrics.value[:, -1], [ends[0] * MEANS[1]] * R)
 
 
@@ -113,7 +113,7 @@ def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
         donate_argnums=(0, 1),
     )
     flush = jax.jit(jax.shard_map(end, in_specs=(P(), specs), out_specs=(P(), specs, P()), **mapped))
-    # A copy: the buffers are donated.
+    # A new array, since the buffers are donated.
     params = jax.device_put({"w": jnp.zeros(())}, NamedSharding(MESH, P()))
     state, history = init(params), []
     text = step.lower(params, state, X[:, 0], TOKENS[:, 0]).compile().as_text()

@@ -1,4 +1,4 @@
-"""A step that is called inside of another transformation."""
+"""Training steps called inside other JAX transformations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -53,14 +53,14 @@ def test_it_runs_and_takes_no_buffers_over(form: str, name: str) -> None:
     inside: Callable[..., Any] = INSIDE[name]
     w = inside(lambda params, state, x: step(params, state, x)[0]["w"], params, state, batch)
     assert np.ravel(w).tolist() == [8 - 3]
-    # Donated at the outermost level alone.
+    # Buffers are donated at the outermost level only.
     assert not any(x.is_deleted() for x in jax.tree.leaves((params, state, batch)))
     step(params, state, batch)
     assert params["w"].is_deleted()
 
 
 def test_a_step_differentiates() -> None:
-    """By what it is given, and by what its loss closes over."""
+    """With respect to its arguments and to values that its loss closes over."""
 
     def after(rate: Any, w: Any) -> Any:
         step = train_step(lambda w, x: rate * jnp.mean(w * w * x), optax.sgd(1.0), every=1)
@@ -72,7 +72,7 @@ def test_a_step_differentiates() -> None:
 
 @pytest.mark.full
 def test_derivatives_by_what_the_optimizer_closes_over() -> None:
-    """In both modes, of second order, and through a window that has not ended."""
+    """In forward and reverse mode, to second order, and through a partial window."""
 
     def after(rate: Any, w: Any) -> Any:
         step = train_step(lambda w, x: jnp.mean(w * w * x), optax.sgd(rate), every=2)

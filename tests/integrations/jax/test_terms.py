@@ -1,4 +1,7 @@
-"""Losses of several denominators: against sums in float64, over microbatches and replicas, in both of JAX's doors."""
+"""Losses with several denominators against float64 sums, over microbatches and replicas.
+
+Both JAX integrations are tested: `value_and_grad` and `train_step`.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ pytestmark = pytest.mark.needs("jax", "optax")
 TERMS = {"ce": "tokens", "z": "tokens", "preference": "sequences", "balance": "microbatches"}
 PARAMS = {"w": np.float32([2, -1, 3]), "b": np.float32(-2), "frozen": None}
 ROWS = 16
-"""On each replica."""
+"""Examples per replica."""
 
 
 def data(replicas: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Integers; half of the tokens and a quarter of the sequences count, so that their numbers are powers of two."""
+    """Integer data; half of the tokens and a quarter of the sequences count, so that both counts are powers of two."""
     rng = np.random.default_rng(seed)
     n = ROWS * replicas
     x = rng.integers(-8, 9, (n, 4)).astype(np.float32)
@@ -49,7 +52,7 @@ def loss(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
 
 
 def expected(k: int, x: Any, mask: Any, chosen: Any, replicas: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Terms and gradients in float64, of the formula: a sum over all microbatches over that of the weights."""
+    """Terms and gradients in float64 by the formula: the total sum of each term over its total weight."""
     (w0, w1, w2), b = PARAMS["w"].astype(np.float64), float(PARAMS["b"])
     size = -(-ROWS // k)
     x, mask, chosen = (a.astype(np.float64).reshape(replicas, ROWS, *a.shape[1:]) for a in (x, mask, chosen))
@@ -91,7 +94,7 @@ def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
     given = {"totals": totals_of(-(-ROWS // -(-ROWS // k)), replicas, *batch[1:])} if totals == "given" else {}
     with on_mesh(replicas):
         output, received = function(PARAMS, *batch, **given)
-    # All sums are exact, and for a power of two of microbatches the quotients too.
+    # All sums are exact; the quotients too, if the number of microbatches is a power of two.
     same = np.testing.assert_array_equal if k != 3 else partial(np.testing.assert_allclose, rtol=1e-6)
     for name, value in values.items():
         same(output.value[name], value, err_msg=name)
@@ -104,7 +107,7 @@ def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
 
 
 def uneven(seed: int = 1) -> tuple[np.ndarray, ...]:
-    """Real numbers, microbatches with and without tokens and sequences, and NaN where nothing is counted."""
+    """Normal random data with and without tokens and sequences in a microbatch, and NaN in the padding."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((8, 4)).astype(np.float32)
     mask = np.zeros((8, 4), np.float32)
@@ -115,7 +118,7 @@ def uneven(seed: int = 1) -> tuple[np.ndarray, ...]:
 
 
 def masked(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
-    """As `loss`; the last microbatch is padding, and what is not counted is not looked at."""
+    """`loss` with NaN entries masked; the last microbatch is padding and has weight 0."""
     real = jnp.isfinite(x)
     output = loss(params, jnp.where(real, x, 0), mask, chosen)
     return output._replace(weight=output.weight | {"microbatches": real.any().astype(jnp.int32)})
@@ -132,15 +135,15 @@ REDUCTIONS = {
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "turned"), [(name, i % 2) for i, name in enumerate(REDUCTIONS)])
 def test_both_ways_and_both_doors_agree(name: str, turned: bool) -> None:
-    """One of the orders without totals, the other with them."""
+    """One order runs without totals, the other with them."""
     orders = ("tree", "sequential") if turned else ("sequential", "tree")
     x, mask, chosen = batch = uneven()
     given = {"totals": {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": 3}}
-    found = {}
+    grads = {}
     for totals, reduction, order in zip((None, "given"), REDUCTIONS[name], orders, strict=True):
         settings, of_loss = {"reduction": reduction, "order": order}, Loss(masked, terms=TERMS, totals=totals)
         kwargs = given if totals else {}
-        _, found[totals] = jax.jit(value_and_grad(of_loss, 4, **settings))(PARAMS, *batch, **kwargs)
+        _, grads[totals] = jax.jit(value_and_grad(of_loss, 4, **settings))(PARAMS, *batch, **kwargs)
         step = train_step(of_loss, optax.sgd(1.0), every=4, **settings)
         params, parts = (
             {"w": jnp.zeros(3), "b": jnp.zeros(()), "frozen": None},
@@ -153,17 +156,17 @@ def test_both_ways_and_both_doors_agree(name: str, turned: bool) -> None:
             params, state, metrics = step(moved, state, *(a[i] for a in parts), **kwargs)
         assert bool(metrics.applied)
         assert float(metrics.weight["tokens"]) == mask.sum()
-        moved = {key: shifted[key] - found[totals][key] for key in ("w", "b")}
+        moved = {key: shifted[key] - grads[totals][key] for key in ("w", "b")}
         np.testing.assert_allclose(params["w"], moved["w"], rtol=3e-7)
         np.testing.assert_allclose(params["b"], moved["b"], rtol=3e-7)
-    np.testing.assert_allclose(found[None]["w"], found["given"]["w"], rtol=1e-6)
+    np.testing.assert_allclose(grads[None]["w"], grads["given"]["w"], rtol=1e-6)
     x = np.where(np.isfinite(x), x, 0)
     tokens, sequences = (
         (x * mask).astype(np.float64).sum() / mask.sum(),
         (x[:, 0] * chosen).astype(np.float64).sum() / 3,
     )
     top = np.mean([x[i : i + 2].max().astype(np.float64) for i in (0, 2, 4)])
-    np.testing.assert_allclose(np.asarray(found[None]["w"])[[0, 2]], [tokens + 3 * top, sequences + 2 * top], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(grads[None]["w"])[[0, 2]], [tokens + 3 * top, sequences + 2 * top], rtol=1e-6)
 
 
 @pytest.mark.parametrize("totals", [None, pytest.param("counted", marks=FULL)])
@@ -186,7 +189,7 @@ def test_a_denominator_of_0_has_a_value_and_a_gradient_of_0(totals: Any) -> None
 
 def test_what_belongs_to_other_denominators_is_not_run_through() -> None:
     def loss(w: Any, x: Any) -> LossOutput:
-        # The derivative of the root is infinite at 0: with a cotangent of 0 it would be NaN.
+        # The derivative of sqrt is infinite at 0; times a cotangent of 0 it would be NaN.
         return LossOutput({"a": jnp.sum(w * x), "b": jnp.sum(jnp.sqrt(w - 1))}, {"n": x.size, "m": 0})
 
     _, grad = value_and_grad(Loss(loss, terms={"a": "n", "b": "m"}), 2)(jnp.float32(1), jnp.float32([1, 2, 3, 6]))
@@ -365,7 +368,7 @@ def test_bits_do_not_depend_on_division() -> None:
 
 @pytest.mark.parametrize("zero", [0, 0.0, jnp.float32(0)])
 def test_a_total_of_zero_gives_zero(zero: Any) -> None:
-    """Beside weights that are not 0, and in the derivative as well."""
+    """Even if the weights are nonzero; its gradient is 0 too."""
     function = value_and_grad(Loss(returning(good, {"n": 3, "m": 2}), terms=TWO, totals="given"), 2)
     output, grad = jax.jit(function)(jnp.float32(1), jnp.float32([1, 2, 3, 4]), totals={"n": zero, "m": 4})
     assert {name: float(x) for name, x in output.value.items()} == {"a": 0, "b": 0.5}
@@ -374,7 +377,7 @@ def test_a_total_of_zero_gives_zero(zero: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: reductions.clipped(r, 1e6)], ids=["plain", "clipped"])
 def test_terms_with_a_ledger(wrap: Any) -> None:
-    """One ledger for all denominators, whose gradients stay as they are."""
+    """All denominators share one ledger, which does not change the gradients."""
 
     def loss(w: Any, x: Any) -> LossOutput:
         return LossOutput(good(w, x), {"n": x.size, "m": 1})

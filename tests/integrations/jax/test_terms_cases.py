@@ -1,4 +1,4 @@
-"""Losses of several denominators as training code has them, against the formula in float64, in one piece."""
+"""Realistic losses with several denominators against the formula on the full batch in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scores(table: Any, head: Any, words: Any, ahead: int) -> Any:
 
 
 def multi_token_prediction(params: Any, words: Any, real: Any) -> LossOutput:
-    """Each head has tokens of its own number: a sequence of one token has none for the head that looks two ahead."""
+    """The token count differs per head: a short sequence has no target two positions ahead."""
     terms, weights = {}, {}
     for name, ahead in (("next", 1), ("after", 2)):
         mask = real[:, ahead:]
@@ -42,7 +42,7 @@ def multi_token_prediction(params: Any, words: Any, real: Any) -> LossOutput:
 
 
 def experts(params: Any, words: Any, real: Any) -> LossOutput:
-    """The balance of a microbatch is not linear in its tokens: it counts by microbatches, as does a router's z-loss."""
+    """Cross entropy per token, router z-loss per routed token, and balance, which is nonlinear, per microbatch."""
     routed = params["table"][words] @ params["router"]
     share = jnp.sum(jax.nn.softmax(routed) * real[..., None], axis=(0, 1)) / jnp.maximum(jnp.sum(real), 1)
     z = jnp.sum(jax.nn.logsumexp(routed, axis=-1) ** 2 * real)
@@ -52,7 +52,7 @@ def experts(params: Any, words: Any, real: Any) -> LossOutput:
 
 
 def preference(params: Any, words: Any, real: Any) -> LossOutput:
-    """Rows in pairs, of which some are chosen and rejected, and the others demonstrations: by pairs, and by tokens."""
+    """Pairs of rows: DPO on some, averaged over pairs, and SFT on the others, averaged over tokens."""
     of_rows = jnp.sum(scores(params["table"], params["next"], words, 1) * real[:, 1:], axis=1)
     is_pair = (words[::2, 0] % 2 == 0).astype(real.dtype)
     margin = jax.nn.log_sigmoid(0.1 * (of_rows[::2] - of_rows[1::2]))
@@ -69,17 +69,17 @@ CASES: dict[str, tuple[Callable[..., LossOutput], dict[str, str]]] = {
 
 
 def in_one_piece(loss: Callable[..., LossOutput], terms: dict[str, str], parts: list[Any]) -> tuple[Any, Any, Any]:
-    """The formula and its gradient in float64; and the gradient of the mean of means."""
+    """The terms and their gradient on the full batch in float64, and the gradient of the mean of means."""
     with jax.enable_x64(True):
         wide = {name: jnp.float64(x) for name, x in PARAMS.items()}
         rows = [(words, np.float64(real)) for words, real in parts]
 
         def total(params: Any, each: bool) -> Any:
-            found = [loss(params, *row) for row in rows]
+            outputs = [loss(params, *row) for row in rows]
             if each:
-                means = [out.value[t] / jnp.maximum(out.weight[d], 1) for out in found for t, d in terms.items()]
-                return sum(means) / len(found)
-            return sum(sum(o.value[t] for o in found) / sum(o.weight[d] for o in found) for t, d in terms.items())
+                means = [out.value[t] / jnp.maximum(out.weight[d], 1) for out in outputs for t, d in terms.items()]
+                return sum(means) / len(outputs)
+            return sum(sum(o.value[t] for o in outputs) / sum(o.weight[d] for o in outputs) for t, d in terms.items())
 
         value, grads = jax.value_and_grad(total)(wide, False)
         return float(value), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, jax.grad(total)(wide, True))
@@ -111,13 +111,13 @@ def test_as_in_one_piece(name: str, totals: Any, replicas: int) -> None:
 
 @pytest.mark.parametrize("totals", [None, "counted"])
 def test_context_parallel_token_counts(totals: Any) -> None:
-    """Sequences split over replicas along time: some have no real token in a microbatch, none divides by its own."""
+    """Sequences split over replicas along time: the mean is over all tokens, even if a replica has none."""
 
     def loss(params: Any, words: Any, targets: Any, real: Any) -> LossOutput:
         logits = jax.nn.log_softmax(params["table"][words] @ params["next"])
-        found = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        log_probs = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         z = jnp.sum(jnp.square(jnp.max(logits, axis=-1)) * real)
-        return LossOutput({"ce": -jnp.sum(found * real), "z": z}, {"tokens": real.sum()})
+        return LossOutput({"ce": -jnp.sum(log_probs * real), "z": z}, {"tokens": real.sum()})
 
     terms = {"ce": "tokens", "z": "tokens"}
     words, targets, real = WORDS_OF[:, :8].astype(np.int32), WORDS_OF[:, 1:9].astype(np.int32), REAL[:, 1:9]

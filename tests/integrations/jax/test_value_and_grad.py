@@ -1,4 +1,4 @@
-"""Gradients in microbatches, on one replica: the bits of `gradcombine.combine`, and the roles of arguments."""
+"""Microbatched gradients on one replica: the bits of `gradcombine.combine`, and the roles of arguments."""
 
 from dataclasses import fields
 from typing import Any
@@ -21,7 +21,7 @@ W = {"w": jnp.ones(4), "frozen": None}
 
 
 def linear(params: Any, x: Any) -> Any:
-    """The gradient is the mean of x over examples, over 4: for one or two examples it rounds once, in any program."""
+    """The gradient is a quarter of the mean of x over examples: for one or two examples it rounds once."""
     return jnp.mean(params["w"][None] * x)
 
 
@@ -33,7 +33,7 @@ def parts_of(x: Any, size: int) -> list[Any]:
 
 
 SIZES = [(8, 4, 2), (8, 8, 1), (2, 1, 2), (3, 8, 1), (7, 4, 2), (5, 3, 2), (6, 4, 2)]
-"""Examples, microbatches, and examples of a microbatch."""
+"""Number of examples, of microbatches, and of examples in a microbatch."""
 QUICK = [*(("sequential", sizes) for sizes in SIZES[1:5]), ("tree", (7, 4, 2))]
 
 
@@ -74,7 +74,7 @@ def test_a_sum_takes_the_weights_that_are_given() -> None:
 
 TOKENS = np.float32([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
 TEXT = np.float32([[1, 2, 3, 4, 5, 9], [6, 2, np.nan, 0, 0, 0], [3, 0, 0, 0, 0, 0], [np.nan] * 6])
-"""Nine tokens, the sum of which is 35; a row of padding makes a microbatch of NaN."""
+"""Nine tokens that sum to 35; a microbatch of padding alone has a loss of NaN."""
 
 
 def token_mean(w: Any, text: Any, mask: Any) -> Any:
@@ -97,7 +97,7 @@ def test_the_mean_over_tokens_is_that_of_the_full_batch(microbatches: int) -> No
     assert unweighted != value
 
 
-def told(w: Any, x: Any) -> Any:
+def with_aux(w: Any, x: Any) -> Any:
     aux = {"mean": x.mean(), "sum": jnp.int32(x.shape[0]), "max": x.max(), "last": x[-1], "spread": x.mean()}
     return jnp.mean(w * x), aux
 
@@ -111,11 +111,11 @@ def test_aux_is_combined_leaf_by_leaf() -> None:
         "spread": reductions.moments(),
     }
     x = jnp.float32([1, 7, 3, 5, 9])
-    (value, aux), _ = jax.jit(value_and_grad(Loss(told, has_aux=True, aux_reduction=by), 3))(jnp.float32(1), x)
+    (value, aux), _ = jax.jit(value_and_grad(Loss(with_aux, has_aux=True, aux_reduction=by), 3))(jnp.float32(1), x)
     moments = aux.pop("spread")
     assert jax.tree.map(float, aux) == {"mean": 5.0, "sum": 5.0, "max": 9.0, "last": 9.0}
     assert aux["sum"].dtype == np.int32
-    # Three microbatch means 4, 4, 9 of weights 2, 2, 1.
+    # The microbatch means are 4, 4, 9, with weights 2, 2, 1.
     assert (float(value), float(moments.mean), float(moments.variance)) == (5.0, 5.0, 4.0)
 
 
@@ -123,7 +123,7 @@ def test_aux_is_averaged_by_default_and_integers_ask_for_a_reduction() -> None:
     f = value_and_grad(Loss(lambda w, x: (jnp.mean(w * x), {"x": x[0]}), has_aux=True), 3)
     assert float(f(jnp.float32(1), jnp.float32([1, 7, 3, 5, 9]))[0][1]["x"]) == np.float32((2 * 1 + 2 * 3 + 9) / 5)
     with pytest.raises(gc.GradCombineError, match=r"leaf .*\['sum'\]: expected a dtype that is float or complex"):
-        value_and_grad(Loss(told, has_aux=True), 3)(jnp.float32(1), X[:, 0])
+        value_and_grad(Loss(with_aux, has_aux=True), 3)(jnp.float32(1), X[:, 0])
 
 
 def drawing(w: Any, seen: Any, key: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients in microbatches on replicas that hold different data, by every way that JAX has of mapping a function."""
+"""Microbatched gradients on replicas with different data, under each of JAX's mapping transformations."""
 
 import re
 from collections.abc import Callable
@@ -25,13 +25,13 @@ MESH = jax.make_mesh((R,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devi
 
 X = np.float32([[1, 5, 9, -4, 2], [3, -7, 2, 8, 0], [6, 4, 4, 2, 1], [-1, 3, 8, 16, 5]])
 TOKENS = np.float32([[1, 3, 2, 2, 1], [4, 0, 1, 3, 0], [2, 1, 4, 1, 1], [2, 3, 0, 0, 1]])
-"""A row a replica, of five examples: microbatches of two, two and one. 32 tokens, so that their mean is exact."""
+"""One row of five examples per replica: microbatches of two, two and one. 32 tokens make the mean exact."""
 
 MEAN = float(sum(Fraction(float(x)) * int(n) for x, n in zip(X.flat, TOKENS.flat, strict=True)) / int(TOKENS.sum()))
 
 
 def loss(w: Any, x: Any, tokens: Any) -> Any:
-    """The mean over tokens of w times each token's x; the examples of a microbatch without tokens are not looked at."""
+    """The mean over tokens of w times each token's x; examples of a microbatch without tokens are masked."""
     count = jnp.sum(tokens)
     aux = {"mean": jnp.sum(x * tokens) / count, "tokens": count.astype(jnp.int32), "largest": jnp.max(x)}
     return LossOutput(jnp.sum(w["w"] * x * tokens) / count, count, aux)
@@ -58,7 +58,7 @@ def by_shard_map(check_vma: bool) -> Callable[..., Any]:
 
 def on_mesh(program: Callable[..., Any], check_vma: bool = True) -> Callable[..., Any]:
     def one(w: Any, *blocks: Any) -> Any:
-        # Under check_vma, the specs P() below are a proof that all replicas have the same.
+        # With check_vma, out_specs P() proves that the results are equal on all replicas.
         out = program(w, *(block[0] for block in blocks))
         return out if check_vma else jax.tree.map(lambda x: x[None], out)
 
@@ -88,7 +88,7 @@ def test_the_mean_is_over_all_tokens_of_all_replicas(mode: Callable[..., Any], o
     np.testing.assert_array_equal(output.weight, [32] * R)
     np.testing.assert_array_equal(output.aux["mean"], [MEAN] * R)
     np.testing.assert_array_equal(output.aux["tokens"], [32] * R)
-    # 16 is in a microbatch without tokens.
+    # The 16 is in a microbatch without tokens.
     np.testing.assert_array_equal(output.aux["largest"], [9] * R)
 
 
@@ -98,7 +98,7 @@ def plain(w: Any, x: Any, tokens: Any) -> Any:
 
 def collectives(program: Callable[..., Any], check_vma: bool) -> list[str]:
     text = jax.jit(on_mesh(program, check_vma)).lower(W, X, TOKENS).compile().as_text()
-    # In the entry computation: one in the body of a loop would run for each microbatch.
+    # In the entry computation; in a loop body it would run for each microbatch.
     assert len(COLLECTIVE.findall(text)) == len(COLLECTIVE.findall(text[text.index("ENTRY") :]))
     return COLLECTIVE.findall(text)
 

@@ -1,4 +1,4 @@
-"""Windows of JAX and optax through a wire: each replica's sum is rounded once, and no contribution before."""
+"""JAX and optax windows over a wire format: each replica's sum is rounded once, its contributions never."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradcombine.integrations.optax import accumulate, all_reduce, map_replicas
 OVER, N, SHAPE = gc.jax_axis("data"), 2, (40, 50)
 THROUGH = gc.reductions.mean(wire=gc.wires.cast("bfloat16"))
 ROUNDED, EXACT = (256 + 1) / 2, (257 + 1) / 2
-"""257 needs nine bits, and bfloat16 has eight."""
+"""257 needs nine bits; bfloat16 has eight."""
 
 
 def loss(w: Any, x: Any) -> Any:
@@ -28,7 +28,7 @@ def loss(w: Any, x: Any) -> Any:
 
 
 Step = tuple[Callable[..., Any], Callable[..., Any], int]
-"""``init(w)``, ``step(w, state, x) -> w, state`` and the calls of a window."""
+"""``init(w)``, ``step(w, state, x) -> w, state``, and the number of calls per window."""
 
 
 def trained(reduction: gc.Reduction, calls: int, **length: int) -> Step:

@@ -1,4 +1,4 @@
-"""Sharded accumulation: the values of the whole one, a part on each replica, and what both move and hold."""
+"""Sharded accumulation gives the values of replicated accumulation, with one shard per replica; costs of both."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LIKE = {
     "b": jax.ShapeDtypeStruct((), jnp.float32),
     "none": None,
 }
-"""Leaves that do not divide by the number of replicas, one that does, and a scalar."""
+"""Leaves whose size is not divisible by the number of replicas, one whose size is, and a scalar."""
 
 RNG = np.random.default_rng(0)
 GRADS = {
     name: RNG.integers(-8, 9, (N, K, *spec.shape)).astype(spec.dtype) for name, spec in LIKE.items() if spec is not None
 }
 TOKENS = np.float32([[1, 3, 0], [2, 2, 4], [0, 5, 3], [4, 4, 4]])
-"""32 in all, so that every sum and quotient is exact."""
+"""32 in total, so that every sum and quotient is exact."""
 
 
 def mesh() -> jax.sharding.Mesh:
@@ -42,7 +42,7 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def mapped(way: str, program: Callable[..., Any]) -> Callable[..., Any]:
-    """``program`` on each replica's data; results that are the same on all, by value or by type."""
+    """Maps ``program`` over the replicas; its results are replicated."""
     if way == "pmap":
         return lambda *data: jax.tree.map(lambda x: x[-1], jax.pmap(program, axis_name="data")(*data))
     if way == "vmap":
@@ -60,7 +60,7 @@ WAYS = pytest.mark.parametrize("way", ["shard_map", *OTHER_WAYS])
 
 
 def window(reduction: Any) -> Callable[..., Any]:
-    """Scans over a replica's microbatches; the shards, gathered."""
+    """A program that scans over a replica's microbatches and gathers the shards."""
     acc = gc.accumulate(zero.scattered(reduction, OVER), every=K)
 
     def program(grads: Any, tokens: Any) -> Any:
@@ -88,7 +88,7 @@ def test_gathered_shards_are_the_whole_window(way: str, name: str) -> None:
 
 @WAYS
 def test_a_contribution_of_weight_0_is_masked(way: str) -> None:
-    """One replica's last microbatch holds NaN and counts nothing; the others' do."""
+    """The last microbatch of one replica holds NaN and has weight 0; those of the other replicas count."""
     grads = {name: x.copy() for name, x in GRADS.items()}
     for x in grads.values():
         x[0, 2] = np.nan
@@ -116,7 +116,7 @@ def test_shards_are_rows_of_the_flat_leaf(way: str) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
-    """And windows of several rows of replicas ('replica'), merged over them at the end."""
+    """Windows of several replica groups (axis 'replica') are merged at the end."""
     axes = ("replica", "data", "model")
     devices = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
     inner = gc.jax_axis("data")
@@ -164,7 +164,7 @@ def test_a_window_that_is_summed_already_is_not_merged_again() -> None:
 @pytest.mark.parametrize("over", [OVER, gc.LOCAL], ids=repr)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_of_microbatches_as_shards(check_vma: bool, over: Any) -> None:
-    """The loss of all replicas comes with them, where ``over`` says so."""
+    """The loss is combined over the replicas if ``over`` is."""
     mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
     function = value_and_grad(
         lambda w, x: jnp.sum(x @ w) / len(x), 2, over=over, reduction=zero.scattered(reductions.mean(), OVER)
@@ -223,16 +223,16 @@ def test_a_shard_of_another_leaf_is_refused() -> None:
 
 
 SIZES = [jax.ShapeDtypeStruct((40_000,), jnp.float32), jax.ShapeDtypeStruct((1000,), jnp.float32)]
-"""One that travels alone, one that goes into a bucket. (On CPU, XLA sends bfloat16 as float32.)"""
+"""One leaf exchanged alone and one in a bucket. float32, since XLA on CPU sends bfloat16 as float32."""
 
 
 def moved(compiled: Any) -> int:
-    """The bytes that the collectives of a compiled program send over a ring, for each device; scalars aside."""
+    """Bytes per device that the collectives of a compiled program send over a ring, excluding scalars."""
     total = 0
     for shapes, kind in re.findall(r" = (.*?) (all-reduce|all-gather|reduce-scatter)\(", compiled.as_text()):
         for dims in re.findall(r"[fs]32\[([\d,]+)\]", shapes):
             received = 4 * math.prod(int(d) for d in dims.split(","))
-            # An all-gather's result is whole, a reduce-scatter's is a part; an all-reduce is one of each.
+            # The result of an all-gather is full-size, that of a reduce-scatter a shard; an all-reduce is both.
             factor = {"all-reduce": 2 * (N - 1) / N, "all-gather": (N - 1) / N, "reduce-scatter": N - 1}[kind]
             total += round(received * factor)
     return total
@@ -257,16 +257,16 @@ def test_costs_are_those_of_the_compiled_program(choice: str) -> None:
     specs = {"mesh": mesh(), "in_specs": P("data"), "check_vma": False}
     stacked = [jax.ShapeDtypeStruct((N * x.shape[0],), x.dtype) for x in SIZES]
     compiled = jax.jit(jax.shard_map(program, out_specs=P(), **specs)).lower(stacked).compile()
-    # Beside the gradients travel the sum of weights and three digits of the count, each a float32.
+    # Besides the gradients, the sum of weights and three digits of the count are sent, each a float32.
     assert abs(moved(compiled) - cost.sent) <= 24
     state = jax.jit(jax.shard_map(held, out_specs=P("data"), **specs)).lower(stacked).compile()
-    # The analysis counts one device, and the table of the tuple's two buffers.
+    # The analysis is per device and includes the pointer table of the tuple's two buffers.
     assert 0 <= state.memory_analysis().output_size_in_bytes - cost.accumulators <= 64
 
 
 def test_costs_count_windows_and_replicas() -> None:
     costs = zero.exchange_costs(reductions.sum(), {"w": LIKE["w"], "half": LIKE["half"], "none": None}, 8, 4)
-    # 15 float32, and 8 bfloat16 that accumulate in float32: padded to 16 and 8.
+    # 15 float32 values and 8 bfloat16 values accumulated in float32, padded to 16 and 8.
     assert costs["all_reduce"] == zero.ExchangeCost(sent=2 * 3 * (15 + 8) * 4 // 4, accumulators=(15 + 8) * 4)
     assert costs["reduce_scatter"].accumulators == (4 + 2) * 4
     assert costs["reduce_scatter"].sent == 3 * (8 * (4 + 2) * 4 + 4 * 4 + 2 * 2)
