@@ -1,4 +1,4 @@
-"""Local gradient aggregation beside a restatement of Horovod's semantics in plain Python: every observable, exactly."""
+"""Local gradient aggregation agrees exactly with a plain Python reference of Horovod's semantics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pass = Sequence[int | None]
 
 
 class Restatement:
-    """What Horovod documents, in integers; the stub's ranks all have the same gradients."""
+    """Horovod's documented semantics on integers; all ranks have the same gradients."""
 
     def __init__(self, k: int, mode: str, average: bool, count: int) -> None:
         self.k, self.mode, self.average = k, mode, average
@@ -29,7 +29,7 @@ class Restatement:
         self.counter = self.iterations = self.applied = self.allreduces = 0
 
     def one_pass(self, grads: Pass) -> tuple[list[float | None], bool]:
-        """The gradients returned, and whether they are applied."""
+        """Returns the gradients and whether they are applied."""
         if self.counter == 0:
             self.sums = [None if s is None else 0 for s in self.sums]
         pairs = list(zip(self.sums, grads, strict=True))
@@ -62,7 +62,7 @@ class Counters:
 
 
 def run(passes: Sequence[Pass], k: int, mode: Any, average: bool, compiled: bool) -> None:
-    """Compares every pass; gradients of shapes (2,), (), (2,), ..., all of whose elements are the pass's number."""
+    """Compares every pass; gradients of shapes (2,), (), (2,), ... are filled with the number of the pass."""
     count = len(passes[0])
     variables = [tf.Variable(tf.zeros((2,) if i % 2 == 0 else ())) for i in range(count)]
     counters, expected = Counters(), Restatement(k, mode, average, count)
@@ -113,7 +113,7 @@ def test_in_a_function(mode: str, k: int, pattern: str) -> None:
 
 @pytest.mark.parametrize(("mode", "k"), cases([("eager", 2), ("graph", 3), (None, 2)], (*MODES, None), (2, 3)))
 def test_in_a_graph_of_tensorflow_1(mode: Any, k: int) -> None:
-    """With an optimizer and a global step of its time; a gradient that is None keeps its place."""
+    """With a TensorFlow 1 optimizer and global step; a gradient of None keeps its position."""
     expected = Restatement(k, mode or "graph", False, 2)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable, other = (tf.compat.v1.Variable(tf.zeros(2), use_resource=True) for _ in range(2))
@@ -143,7 +143,7 @@ def test_in_a_graph_of_tensorflow_1(mode: Any, k: int) -> None:
 
 
 def test_graph_mode_is_chosen_in_a_graph() -> None:
-    """Made outside, it is used in eager mode inside of a tf.function too, as by Horovod."""
+    """Created outside, it also works inside a tf.function, as in Horovod."""
     aggregation = LocalGradientAggregation(3, lambda gradients, variables: gradients)
     variable = tf.Variable(0.0)
     one_pass = tf.function(lambda x: aggregation.compute_gradients([x], [variable])[0])
@@ -171,7 +171,7 @@ DENSE = np.float32([[3, 4], [0, 0], [6, 8], [0, 0]])
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_text_for_sparse_gradients(compiled: bool) -> None:
-    """The pass before is still in the window."""
+    """The previous pass stays in the window."""
     aggregation = LocalGradientAggregation(2, AllReduce(gc.LOCAL, "sum"), mode="eager")
     variable = tf.Variable(tf.zeros((4, 2)))
     aggregation.compute_gradients([tf.ones((4, 2))], [variable])
@@ -277,7 +277,7 @@ def test_a_restored_window_holds_what_this_process_has_no_gradient_of(tmp_path: 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_keras_optimizer(compiled: bool) -> None:
-    """Momentum moves at boundaries only; iterations count every pass."""
+    """Momentum changes at boundaries only; iterations count every pass."""
     variable = keras.Variable(np.float32([8, 8]))
     optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
     optimizer.build([variable])

@@ -1,4 +1,4 @@
-"""Horovod's all-reduce over real replicas of both frameworks, against plain arithmetic on small integers."""
+"""Horovod's all-reduce over replicas in both frameworks, against plain arithmetic on small integers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def strategy() -> tf.distribute.Strategy:
 
 
 def on_tensorflow(function: Callable[[Any, Any], Any], ranks: Any, compiled: bool = True) -> list[Any]:
-    """``function(collective, rank's arrays)`` on each replica."""
+    """Runs ``function(collective, arrays of this rank)`` on each replica."""
 
     def body(arrays: Any) -> Any:
         return function(gc.tf_replicas(), arrays)
@@ -72,7 +72,7 @@ SETS = {"all": None, "some": [3, 0, 2]}
     ],
 )
 def test_each_op(framework: str, ranks: str) -> None:
-    """Those who are not in the process set get their own back; None is in its place on every rank."""
+    """Ranks outside the process set get their inputs back; None keeps its position on every rank."""
     members = SETS[ranks] or range(RANKS)
 
     def function(over: Any, gradients: Any) -> Any:
@@ -144,7 +144,7 @@ class Counted:
 
 @pytest.mark.parametrize("op", ["average", "sum", "product", "adasum"])
 def test_compressed_gradients(op: Any) -> None:
-    """2049 needs twelve bits, and float16 has eleven. Integers are not compressed."""
+    """2049 needs twelve bits; float16 has eleven. Integers are not compressed."""
     integers = [] if op in ("average", "adasum") else [np.int32([2049])]
 
     def rank(number: Any) -> Any:
@@ -159,7 +159,7 @@ def test_compressed_gradients(op: Any) -> None:
 
 
 def sparse_of(rank: int) -> tf.IndexedSlices:
-    """rank + 1 rows: another number on each rank."""
+    """A gradient with rank + 1 rows."""
     values = tf.reshape(tf.range(2.0 * (rank + 1)), (rank + 1, 2)) + float(rank)
     return tf.IndexedSlices(values, tf.range(rank + 1) % 3, tf.constant([3, 2]))
 
@@ -202,7 +202,7 @@ def test_sparse_gradients_are_gathered(ranks: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize("average", [False, True])
 def test_local_aggregation_on_replicas(average: bool) -> None:
-    """Each replica adds up its own passes; at the boundary all have the sum of all, a local variable its own part."""
+    """Replicas accumulate locally; at the boundary all get the total, but local variables only their replica's sum."""
     with strategy().scope():
         shared, local = tf.Variable(tf.zeros(2)), tf.Variable(0.0)
     aggregation = LocalGradientAggregation(

@@ -1,4 +1,4 @@
-"""Which variables have had a gradient: a part of the aggregation's state, decided where it runs."""
+"""Which variables have had a gradient is part of the aggregation's state and decided at run time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("new", "variable", "earlier")
 
 
 class Program:
-    """An aggregation of two passes over three variables, the second of which may have a gradient."""
+    """An aggregation of two passes over three variables; the second may have a gradient or None."""
 
     def __init__(self, run: str = "eager", mode: Any = "eager", k: int = 2) -> None:
         self.aggregation = LocalGradientAggregation(k, AllReduce(gc.LOCAL, "sum"), mode=mode)
@@ -36,12 +36,12 @@ class Program:
         return self.aggregation.compute_gradients([tf.constant(1.0), given, None], self.variables)
 
     def received(self, second: Any = None) -> list[float | None]:
-        found = self.run(None if second is None else tf.constant(second))
-        return [None if x is None else float(x) for x in found]
+        gradients = self.run(None if second is None else tf.constant(second))
+        return [None if x is None else float(x) for x in gradients]
 
 
 def hand_over(before: Program, after: Program, kind: str, folder: Path) -> Any:
-    """By a checkpoint of today, one in which `seen` is a variable, or one from before there was any."""
+    """Restores from a current checkpoint, one in which `seen` is a variable, or an older one without `seen`."""
     saved: Any = before.aggregation
     if kind != "new":
         saved = tf.Module()
@@ -62,7 +62,7 @@ def hand_over(before: Program, after: Program, kind: str, folder: Path) -> Any:
     ),
 )
 def test_a_restored_contribution_is_returned(kind: str, run: str, made: bool, tmp_path: Path) -> None:
-    """By an aggregation that had made its variables before the restore, or makes them after it."""
+    """By an aggregation that creates its variables before or after the restore."""
     before, after = Program(), Program(run)
     before.received(2.0)
     if made:
@@ -85,7 +85,7 @@ def test_zeros_are_a_gradient(kind: str, run: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_from_before_the_restore_refuses_to_drop_what_it_holds(kind: str, tmp_path: Path) -> None:
-    """What a function returns None for is decided while it is traced: the window stays as it is for another trace."""
+    """Which gradients are None is fixed per trace; the window is kept for other traces."""
     before, after = Program(), Program("function")
     before.received(2.0)
     assert [after.received() for _ in range(2)] == [[1, None, None], [2, None, None]]

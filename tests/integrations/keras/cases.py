@@ -1,4 +1,4 @@
-"""An optimizer that shows what it was given, steps on both backends, and small models."""
+"""An optimizer that exposes its gradients, steps on both backends, and small models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else:
 
 @keras.saving.register_keras_serializable("tests")
 class Replace(keras.optimizers.Optimizer):
-    """Writes each gradient over its variable."""
+    """Overwrites each variable with its gradient."""
 
     def __init__(self, learning_rate: float = 1.0, **settings: Any) -> None:
         super().__init__(learning_rate, **settings)
@@ -37,7 +37,7 @@ class Model(WeightedTrainStep, keras.Model):
 
 
 class Batches(keras.utils.PyDataset):
-    """Given batches, of any sizes."""
+    """A dataset of the given batches, which may differ in size."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def linear(optimizer: Any, model: type = Model, **settings: Any) -> Any:
-    """A model of two weights and no bias, all 1."""
+    """A linear model with two weights of 1 and no bias."""
     x = keras.Input((2,))
     made = model(x, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="dense")(x))
     made.compile(optimizer, "mse", **settings)
@@ -60,11 +60,11 @@ def linear(optimizer: Any, model: type = Model, **settings: Any) -> Any:
 
 @contextmanager
 def warned_of(sizes: str) -> Iterator[list[Any]]:
-    """Collects the warnings of microbatches of these sizes, of which there is one at the end; others are left alone."""
-    with warnings.catch_warnings(record=True) as found:
+    """Collects warnings about microbatches of these sizes, and asserts that there is exactly one."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", f".* of {sizes} examples the same weight: .* mean of means", UserWarning)
-        yield found
-    assert len(found) == 1
+        yield caught
+    assert len(caught) == 1
 
 
 def tensor(value: Any, dtype: Any = None) -> Any:
@@ -72,7 +72,7 @@ def tensor(value: Any, dtype: Any = None) -> Any:
 
 
 def stepper(optimizer: Any, variables: Sequence[Any], mode: str) -> Callable[..., None]:
-    """``step(gradients, weight)`` on numpy arrays: eager, or compiled as Keras' own trainer does."""
+    """``step(gradients, weight)`` on NumPy arrays, eager or compiled like Keras' trainer."""
     weighted = hasattr(optimizer, "flush")
     if not optimizer.built:
         optimizer.build(list(variables))
@@ -83,11 +83,11 @@ def stepper(optimizer: Any, variables: Sequence[Any], mode: str) -> Callable[...
 
     def step(gradients: Sequence[Any], weight: Any = None) -> None:
         given = [None if g is None else tensor(g, v.dtype) for g, v in zip(gradients, variables, strict=True)]
-        # Traced where compiled: known weights are the eager mode's.
+        # The weight is traced if compiled; concrete weights are covered by eager mode.
         run(given, 1.0 if weight is None else weight)
 
     if mode == "eager" and ON_JAX and not weighted:
-        # Keras' own apply cannot branch on JAX outside of its stateless form.
+        # On JAX, Keras can only branch in the stateless apply.
         run = _pure(optimizer, variables, weighted, jit=False)
     elif mode == "eager":
         run = plain
@@ -125,7 +125,7 @@ def bits(variables: Sequence[Any]) -> list[bytes]:
 
 
 def microbatches(seed: int, count: int) -> list[list[np.ndarray]]:
-    """Gradients of a matrix and a vector, of any magnitude."""
+    """Gradients of a matrix and a vector, of widely varying magnitude."""
     rng = np.random.default_rng(seed)
     return [
         [

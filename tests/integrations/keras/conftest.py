@@ -1,4 +1,4 @@
-"""The tests of this folder run on the backend that Keras is imported with; `test_jax_backend` runs them on JAX."""
+"""These tests run on the backend that Keras is imported with; `test_jax_backend` runs them on JAX."""
 
 import keras
 import pytest
@@ -9,13 +9,13 @@ TENSORFLOW_ONLY = ("test_jax_backend.py", "test_replicas.py", "test_merged_gradi
 ON_JAX = keras.backend.backend() == "jax"
 
 collect_ignore = list(TENSORFLOW_ONLY if ON_JAX else JAX_ONLY)
-if not hasattr(keras.optimizers, "MultiOptimizer"):  # that of Keras 3.12, the lowest that is accepted
+if not hasattr(keras.optimizers, "MultiOptimizer"):  # Keras 3.12, the oldest supported version
     collect_ignore.append("test_multi_optimizer.py")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Takes back what the settings for all tests forbid: Keras itself promotes."""
+    """Allows implicit promotion, which Keras relies on and the global test settings forbid."""
     if ON_JAX:
         import jax
 

@@ -1,4 +1,4 @@
-"""Finishes windows that a file has begun; run as a program, on the backend that KERAS_BACKEND names.
+"""Finishes the windows of a saved model; run as a program, on the backend named by KERAS_BACKEND.
 
 Usage: resumed.py FILE.keras GRADIENTS.npz RESULT.npz
 """
@@ -18,15 +18,15 @@ from tests.integrations.keras import cases
 
 
 def finish(model: Any, gradients: Any) -> dict[str, np.ndarray]:
-    """Applies the gradients; returns the window's variables after each, and the model's at the end."""
-    found: dict[str, np.ndarray] = {}
+    """Applies the gradients; returns the window's variables after each and the model's weights at the end."""
+    values: dict[str, np.ndarray] = {}
     for k in range(len(gradients.files) // 2):
         model.optimizer.apply(
             [cases.tensor(gradients[f"g{k}"])], model.trainable_variables, weight=gradients[f"w{k}"][()]
         )
         for variable in model.optimizer.variables[2:-2]:
-            found[f"{k}.{variable.path.split('/')[-1]}"] = variable.numpy()
-    return {**found, "w": model.weights[0].numpy()}
+            values[f"{k}.{variable.path.split('/')[-1]}"] = variable.numpy()
+    return {**values, "w": model.weights[0].numpy()}
 
 
 if __name__ == "__main__":

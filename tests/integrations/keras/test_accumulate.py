@@ -1,4 +1,4 @@
-"""What the inner optimizer gets, and when."""
+"""When the inner optimizer is applied, and with which gradients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ INNER = {
 
 @pytest.mark.parametrize("name", INNER)
 def test_windows_are_the_inner_optimizers_steps(name: str) -> None:
-    """State, schedules and moving averages are those of the inner optimizer run on the combined gradients alone."""
+    """State, schedules and moving averages equal those of the inner optimizer run on the combined gradients."""
     accumulated, alone = matrix_and_vector(), matrix_and_vector()
     optimizer, inner = Accumulate(INNER[name](), 2), keras.optimizers.get(INNER[name]())
     step, reference = stepper(optimizer, accumulated, "eager"), stepper(inner, alone, "eager")
@@ -89,7 +89,7 @@ def test_keras_counts_microbatches_in_schedules_and_this_does_not() -> None:
 
 
 def test_narrow_gradients_are_accumulated_in_float32() -> None:
-    """Keras' mean of 300 ones in bfloat16 is 0.85; here it is 1."""
+    """The mean of 300 ones in bfloat16 is 0.85 in Keras and 1 here."""
     means = []
     for optimizer in (
         keras.optimizers.SGD(-1.0, gradient_accumulation_steps=300),
@@ -115,9 +115,9 @@ def test_the_window_may_have_another_dtype() -> None:
     "missing", [pytest.param((0, 0), marks=FULL), (1, 1), (0, 1), pytest.param((1, 0), marks=FULL)]
 )
 def test_a_gradient_that_is_none_adds_nothing(missing: tuple[int, int], mode: str) -> None:
-    """Keras loses the window of the variable on TensorFlow, and leaks it into the next one on JAX.
+    """Keras loses the variable's window on TensorFlow, and leaks it into the next window on JAX.
 
-    In (0, 1) a graph that was traced before there was any gradient for the variable ends a window that holds one.
+    In (0, 1), a graph traced before the variable had any gradient ends a window that has one.
     """
     variables, given = matrix_and_vector(), microbatches(4, 4)
     step = stepper(Accumulate(Replace(), 2), variables, mode)
@@ -207,7 +207,7 @@ def test_a_window_is_the_exact_weighted_mean() -> None:
 
 
 def test_a_weight_may_be_given_around_the_call() -> None:
-    """For a train_step, where Keras calls the optimizer without one. Inside, an argument comes first."""
+    """Sets the weight in a train_step, where Keras calls the optimizer without one; an explicit argument wins."""
     variables, given = matrix_and_vector(), microbatches(8, 4)
     optimizer = Accumulate(Replace(), 4)
     step = stepper(optimizer, variables, "eager")

@@ -1,4 +1,4 @@
-"""Training in `fit` that is killed in the middle of a window and started anew: Keras' own callback, and a right way."""
+"""`fit` killed within a window and restarted: Keras' BackupAndRestore, and a correct alternative."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integrations.keras.cases import bits, linear
 pytestmark = pytest.mark.full
 
 PER_EPOCH, EPOCHS, EVERY = 8, 2, 3
-"""An epoch ends in the middle of a window."""
+"""Epochs end within a window."""
 X = np.random.default_rng(0).normal(size=(2 * PER_EPOCH, 2)).astype(np.float32)
 Y = np.sin(X).sum(1, keepdims=True)
 
@@ -27,7 +27,7 @@ class KilledError(Exception):
 
 
 class KillAfter(keras.callbacks.Callback):
-    """The process ends after so many microbatches of this start."""
+    """Simulates a kill after `last` microbatches of this run."""
 
     def __init__(self, last: int | None) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ def made() -> Any:
 
 
 def microbatches(model: Any) -> int:
-    """How many are in the weights and the window; Keras saves it with the optimizer."""
+    """Number of microbatches seen, which Keras saves with the optimizer."""
     return int(model.optimizer.variables[0])
 
 
 def fit(model: Any, callbacks: list[Any], begin: int = 0, end: int = PER_EPOCH * EPOCHS) -> None:
-    """Keras' loop over the microbatches of these numbers; epochs begin where they would."""
+    """Runs `fit` over the microbatches from `begin` to `end`, with the usual epoch boundaries."""
     while begin < end:
         epoch, first = divmod(begin, PER_EPOCH)
         rest, settings = slice(2 * first, None), {"batch_size": 2, "shuffle": False, "verbose": 0}
@@ -74,7 +74,7 @@ def with_backup(folder: Path, save_freq: Any, last: int | None) -> Any:
 
 @pytest.mark.parametrize("last", [PER_EPOCH + 1, PER_EPOCH + 5])
 def test_backups_of_epochs_train_an_epoch_once_more_from_where_it_began(tmp_path: Path, last: int) -> None:
-    """The window that the epoch before has begun is in the backup."""
+    """The backup contains the window that the previous epoch left open."""
     with pytest.raises(KilledError):
         with_backup(tmp_path / "backup", "epoch", last)
     model = with_backup(tmp_path / "backup", "epoch", None)
@@ -85,13 +85,13 @@ def test_backups_of_batches_count_what_came_before_them_twice(tmp_path: Path) ->
     with pytest.raises(KilledError):
         with_backup(tmp_path / "backup", 2, PER_EPOCH + 5)
     model = with_backup(tmp_path / "backup", 2, None)
-    # Four of the second epoch were saved, of which all eight were trained.
+    # The backup was made after four microbatches of the second epoch, yet all eight were trained again.
     assert microbatches(model) == PER_EPOCH * EPOCHS + 4
     assert bits(model.variables) != unbroken()[0]
 
 
 def test_backups_that_are_half_written_count_an_epoch_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are in one file, the epoch's number in another one, which is written after it."""
+    """The weights are in one file and the epoch number in another, written later."""
     save = keras.Model.save_weights
 
     def save_and_end(*args: Any, **options: Any) -> None:
@@ -106,7 +106,7 @@ def test_backups_that_are_half_written_count_an_epoch_twice(tmp_path: Path, monk
 
 
 class SaveInOneStep(keras.callbacks.Callback):
-    """After every microbatch, weights and window in one file, under its name in one step."""
+    """Saves weights and window to one file after every microbatch, with an atomic rename."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is refused, and that it harms nothing."""
+"""Invalid calls raise and leave the optimizer intact."""
 
 from __future__ import annotations
 

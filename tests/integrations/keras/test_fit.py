@@ -15,7 +15,7 @@ from tests.integrations.keras.cases import Batches, bits, linear, warned_of
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(-4, 5, (16, 2)).astype(np.float32), RNG.integers(-4, 5, (16, 1)).astype(np.float32)
-"""Small integers in batches of a power of two: losses and gradients of the first steps are exact."""
+"""Small integers in power-of-two batches, so the losses and gradients of the first steps are exact."""
 
 
 def sgd() -> Any:
@@ -35,7 +35,7 @@ def trained(optimizer: Any, data: Any, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("sizes", [pytest.param((4, 4, 4, 4), marks=pytest.mark.full), (4, 2, 2, 1, 1, 6)], ids=str)
 def test_fit_equals_large_batches(sizes: tuple[int, ...]) -> None:
-    """Microbatches of any sizes give the bits of the batches that they make up."""
+    """Microbatches of any sizes have the bits of the batches that they form."""
     every = len(sizes) // 2
     large = trained(sgd(), batches(8, 8))
     model = trained(Accumulate(sgd(), every), batches(*sizes))
@@ -60,17 +60,17 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
 
 
 class Plain(keras.Model):
-    """Without the mixin that the other tests' models have."""
+    """A model that passes no weights to the optimizer."""
 
 
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
 def test_the_callback_weighs_the_smaller_last_batch(settings: dict[str, Any]) -> None:
-    """An epoch of 11 rows in microbatches of 2, the last one of 1, is one of 8 and 3: all sums here are exact."""
+    """11 rows in microbatches of 2 (the last of 1) train like batches of 8 and 3; all sums are exact."""
 
     def weights(optimizer: Any, size: int, **fit: Any) -> list[bytes]:
         model = linear(optimizer, Plain)
         model.compile(optimizer, "mse", **settings)
-        for _ in range(2):  # the second fit finds the model as the first one has found it
+        for _ in range(2):  # the second fit starts with the model in the same state as the first
             model.fit(X[:11], Y[:11], batch_size=size, shuffle=False, verbose=0, **fit)
             assert "train_step" not in vars(model)
         return bits(model.weights)

@@ -1,4 +1,4 @@
-"""What an optimizer inherits from Keras reaches the inner one, or is refused."""
+"""Methods and properties inherited from the Keras optimizer are forwarded to the inner optimizer or raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALED = [lambda inner: inner, keras.optimizers.LossScaleOptimizer]
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_nothing_is_inherited_without_a_decision(name: str) -> None:
-    """A method or property that a new Keras has fails here until it is the inner optimizer's, or this one's own."""
+    """Fails for each method or property of a newer Keras that is neither forwarded nor overridden."""
     ours = [x for x in Accumulate.__mro__ if x.__module__.startswith("gradcombine.")]
     assert any(name in vars(x) for x in ours)
 
@@ -99,7 +99,7 @@ def test_building_again_keeps_the_window() -> None:
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_other_trainable_weights_are_refused_in_the_words_of_keras() -> None:
-    """Or accepted, as by Keras on TensorFlow, where there are fewer."""
+    """Or are accepted if Keras accepts them, as it does for fewer weights on TensorFlow."""
     data = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
     seen = []
     for optimizer in (keras.optimizers.SGD(0.1), Accumulate(keras.optimizers.SGD(0.1), 2)):

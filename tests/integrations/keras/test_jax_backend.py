@@ -1,4 +1,4 @@
-"""Keras' JAX backend, chosen at import: the tests of this folder and a window from a file, in other processes."""
+"""Keras' JAX backend, in subprocesses: the tests of this folder, and a window saved on another backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of batches whose losses are sums over the examples, or means by sample weights, in ``fit``."""
+"""Batch weights in ``fit`` for losses that are sums over examples or means over sample weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Plain(keras.Model):
-    """Without weights of its own."""
+    """A model that passes no weights to the optimizer."""
 
 
 def squares(reduction: str | None) -> Any:
@@ -34,13 +34,13 @@ def squares(reduction: str | None) -> Any:
 
 
 def gradient(weights: np.ndarray) -> np.ndarray:
-    """The weighted sum over the epoch of the examples' gradients, in float64, where all parameters are 1."""
+    """The weighted sum of the examples' gradients over the epoch in float64, with all parameters 1."""
     residuals = X.astype(np.float64).sum(axis=1) - Y[:, 0]
     return 2 * (weights.astype(np.float64) * residuals) @ X.astype(np.float64)
 
 
 def change(loss: Any, reduction: Any, model: type, settings: dict[str, Any], **fit: Any) -> np.ndarray:
-    """What one window over an epoch, in batches of 4, 4 and 3, subtracts from the parameters."""
+    """The change of the parameters by one window over an epoch in batches of 4, 4 and 3."""
     made = linear(Accumulate(keras.optimizers.SGD(1.0), EVERY, reduction=reduction), model)
     made.compile(made.optimizer, loss, **settings)
     callbacks = [FlushAtEpochEnd()]

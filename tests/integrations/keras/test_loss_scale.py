@@ -1,4 +1,4 @@
-"""Loss scales inside and around, and variables that take their gradient's place."""
+"""Loss scales inside and around the optimizer, and variables that are overwritten by their gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_inside_it_skips_a_window_with_an_infinity(mode: str) -> None:
     for given in (16 * ONE, 32 * ONE, INF, ONE, 4 * ONE, 4 * ONE):
         step([given])
         seen.append((float(w[0]), float(optimizer.scale_loss(1.0))))
-    # (16 + 32) / 2 / 8 = 3, then a skip that halves the scale, then 4 / 4 more.
+    # (16 + 32) / 2 / 8 = 3, then a skipped window that halves the scale, then 4 / 4.
     assert seen == [(0, 8), (3, 8), (3, 8), (3, 4), (3, 4), (4, 4)]
 
 
@@ -82,7 +82,7 @@ def saved(model: Any, path: Path) -> Any:
 @pytest.mark.parametrize("settings", [{}, {"auto_scale_loss": False}], ids=str)
 @pytest.mark.parametrize("way", [recompiled, saved, lambda model, path: pickle.loads(pickle.dumps(model))])
 def test_a_model_of_mixed_float16_comes_back(way: Any, settings: Any, tmp_path: Path) -> None:
-    """Keras does not save auto_scale_loss, and would put a second loss scale around."""
+    """Keras does not save auto_scale_loss, and would wrap the optimizer in a second loss scale."""
     optimizer = Accumulate(dynamic(keras.optimizers.SGD(1.0)), 2)
     model = linear(optimizer, **settings)
     assert model.optimizer is optimizer
@@ -93,7 +93,7 @@ def test_a_model_of_mixed_float16_comes_back(way: Any, settings: Any, tmp_path: 
 
 
 def test_what_takes_its_variables_place_has_the_maximum(mode: str) -> None:
-    """Scales of float8 layers: neither averaged nor weighted, as Keras does it, but negative ones included."""
+    """The scales of float8 layers are neither averaged nor weighted, as in Keras, but may be negative."""
     w, scale = keras.Variable([0.0]), keras.Variable([0.0])
     scale.overwrite_with_gradient = True
     step = stepper(Accumulate(keras.optimizers.SGD(-1.0, loss_scale_factor=2.0), 2), [w, scale], mode)

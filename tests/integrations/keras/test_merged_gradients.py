@@ -1,4 +1,4 @@
-"""Keras optimizers under a strategy apply what is merged already, without a second exchange."""
+"""Keras optimizers under a strategy apply already merged gradients without a second all-reduce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def several() -> Any:
 
 
 class SumsItself(keras.optimizers.SGD):
-    """Of a user: it sees gradients that are to be summed."""
+    """A user's optimizer, which expects gradients that are still to be summed."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         super().apply(grads, trainable_variables)
@@ -55,7 +55,7 @@ def made() -> list[Any]:
 
 
 def expected(make: Callable[[], Any], having: int) -> list[bytes]:
-    """One process, no strategy: the optimizer on the mean over replicas, which is exact."""
+    """Reference without a strategy: the optimizer applied to the (exact) mean over replicas."""
     variables, optimizer = made(), make()
     optimizer.build(variables)
     for window in range(2):
@@ -66,7 +66,7 @@ def expected(make: Callable[[], Any], having: int) -> list[bytes]:
 
 
 def trained(way: str, make: Callable[[], Any], having: int) -> tuple[list[bytes], int]:
-    """Four microbatches in windows of two, on two replicas; and the elements that were exchanged in one trace."""
+    """Results of four microbatches in windows of two on two replicas, and the elements exchanged in one trace."""
     counting = Counting()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=counting)
     with strategy.scope():
@@ -79,7 +79,7 @@ def trained(way: str, make: Callable[[], Any], having: int) -> tuple[list[bytes]
             accumulating.build(variables)
 
             def apply(*grads: Any) -> None:
-                held = [x / 2 for x in grads[:having]]  # as of a loss that Keras has divided by the replicas
+                held = [x / 2 for x in grads[:having]]  # Keras has divided the loss by the number of replicas
                 accumulating.apply([*held, *[None] * len(grads[having:])], variables)
 
             call = lambda *grads: strategy.run(apply, args=grads)  # noqa: E731

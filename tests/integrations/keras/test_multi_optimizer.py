@@ -1,4 +1,4 @@
-"""Keras' optimizer of several optimizers."""
+"""Accumulation around Keras' MultiOptimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of a strategy: exchange and files."""
+"""Replicas of a strategy: all-reduce, saving and loading."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mirrored() -> tf.distribute.Strategy:
 
 
 def under(strategy: tf.distribute.Strategy, variables: list[Any], optimizer: Any) -> Any:
-    """A compiled step: each replica hands its own gradients and weight, of a loss that is divided by the replicas."""
+    """A compiled step on each replica's gradients and weight; the loss is divided by the number of replicas."""
     with strategy.scope():
         made = [keras.Variable(x) for x in variables]
         chosen = optimizer()
@@ -65,7 +65,7 @@ def test_the_true_mean_over_microbatches_and_replicas() -> None:
 
 
 def test_a_window_is_rounded_once_by_its_wire() -> None:
-    """514 needs nine bits, and bfloat16 has eight; 257 twice is not rounded before it is added."""
+    """514 needs nine bits and is rounded to bfloat16's eight; the two terms of 257 are not rounded before the sum."""
     wire = gc.wires.cast("bfloat16")
     step, (w,), optimizer = under(mirrored(), [0.0], lambda: Accumulate(keras.optimizers.SGD(-1.0), 2, wire=wire))
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_wire_with_a_function_is_not_made_again() -> None:
 
 
 def test_keras_raises_where_this_accumulates() -> None:
-    """Its accumulation branches inside of a replica, around an all-reduce."""
+    """Its accumulation branches around an all-reduce inside a replica."""
     with mirrored().scope():
         w, optimizer = keras.Variable(0.0), keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
         optimizer.build([w])
@@ -95,7 +95,7 @@ def test_keras_raises_where_this_accumulates() -> None:
 
 @pytest.mark.parametrize("infinite", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_all_replicas_skip_an_infinity_of_any(infinite: int) -> None:
-    """Keras asks the first replica alone."""
+    """Keras checks only the first replica."""
     seen = []
     for make in (_with_weight, lambda inner: Accumulate(inner, 1)):
 
@@ -110,7 +110,7 @@ def test_all_replicas_skip_an_infinity_of_any(infinite: int) -> None:
 
 
 def _with_weight(optimizer: Any) -> Any:
-    """Keras' own optimizers take no weight."""
+    """Keras' optimizers take no weight."""
     plain = optimizer.apply
     optimizer.apply = lambda grads, variables, weight: plain(grads, variables)
     return optimizer
@@ -183,11 +183,11 @@ def test_replicas_count_by_their_examples_in_fit() -> None:
 
 
 class Plain(keras.Model):
-    """Without weights of its own."""
+    """A model that passes no weights to the optimizer."""
 
 
 def test_replicas_of_different_shares_without_weights_warn() -> None:
-    """The replicas have 2 and 2 examples, then 2 and 1, in windows of one microbatch each."""
+    """Windows of one microbatch: the replicas have 2 and 2 examples, then 2 and 1."""
     with mirrored().scope():
         model = linear(Accumulate(keras.optimizers.SGD(-1.0), 1), Plain)
     model.fit(X[:4], Y[:4], batch_size=4, shuffle=False, verbose=0)
@@ -251,7 +251,7 @@ def scope(replicas: int) -> Any:
 
 
 def windows(model: Any) -> list[list[bytes]]:
-    """The variables of the window, by replica."""
+    """The variables of the window on each replica."""
     window = model.optimizer._window
     return [[np.asarray(x).tobytes() for x in window.values(variable)] for variable in window.variables]
 
@@ -271,7 +271,7 @@ def train(model: Any, part: slice) -> None:
     ],
 )
 def test_a_file_resumes_under_any_number_of_replicas(before: int, after: int, order: Any, tmp_path: Path) -> None:
-    """Gradients are integers over a power of two: any order of additions is exact."""
+    """Gradients are dyadic fractions, so sums are exact in any order."""
     with scope(before):
         model = linear(Accumulate(keras.optimizers.SGD(2.0**-6), 4, order=order))
     train(model, slice(0, 6))
@@ -333,7 +333,7 @@ def test_weights_of_one_of_several_windows_are_refused() -> None:
 @pytest.mark.parametrize("having", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("ends", ["call", "flush"])
 def test_a_variable_with_a_gradient_on_one_replica_alone_is_in_the_file(having: tuple[int, ...], ends: str) -> None:
-    """In the process that resumes the window it has none; another variable never had one, and does not decay."""
+    """In the resuming process it has no gradient; another variable never had one and does not decay."""
 
     def made() -> tuple[Any, list[Any]]:
         variables = [keras.Variable(0.0), keras.Variable(1.0), keras.Variable(1.0)]
@@ -360,6 +360,6 @@ def test_a_variable_with_a_gradient_on_one_replica_alone_is_in_the_file(having: 
         resumed.flush()
     else:
         call(resumed, variables, ())
-    # Keras divides the losses of two replicas by 2: the true gradients are 2 and 4, of which the mean is over all.
+    # Keras divides the losses of two replicas by 2: the true gradients are 2 and 4.
     share = len(having) / (2 if ends == "flush" else 4)
     assert [float(x.numpy()) for x in variables] == [-2, 0.5 - 4 * share, 1]

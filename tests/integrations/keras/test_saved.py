@@ -1,4 +1,4 @@
-"""Windows that are loaded into optimizers of other settings: gone on with, or refused, and never lost."""
+"""Windows loaded into optimizers with other settings are continued or rejected, never lost."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_window_that_was_applied_is_over(way: str, every: int) -> None:
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_what_nobody_checks_is_not_lost(flush: bool) -> None:
-    """A checkpoint of a longer window, for instance: as many microbatches as a window has come on top."""
+    """E.g. from a checkpoint with a longer window: a full window of microbatches is added."""
     (old, v), (new, w) = made(3), made(2)
     feed(old, v, range(1, 3))
     copied(old, new, "assigned")
@@ -160,7 +160,7 @@ INNER: dict[str, Any] = {
 
 
 CASES = [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)]
-"""The length of windows, the microbatches in which the second variable has a gradient, and where the restart is."""
+"""Window length, microbatches in which the second variable has a gradient, and position of the restart."""
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
@@ -177,7 +177,7 @@ CASES = [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)]
 def test_a_restart_does_not_forget_which_variables_have_had_a_gradient(
     name: str, case: tuple[int, tuple[int, ...], int], mode: str
 ) -> None:
-    """In this window or in one before; one that never had a gradient has no update, and its slots stay as they are."""
+    """In this window or an earlier one; a variable that never had a gradient and its slots stay unchanged."""
     every, having, restart = case
 
     def built() -> tuple[Any, list[Any]]:

@@ -1,4 +1,4 @@
-"""Keras on JAX alone: the optimizer as pure functions, and Keras' data and model parallelism."""
+"""Keras on JAX: the optimizer as pure functions, and Keras' data and model parallelism."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_flush(compile_: Any) -> None:
 
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.Adam])
 def test_parameters_window_and_state_are_updated_in_place(make: Any) -> None:
-    """Donated in the order of the results, as fit does, nothing is copied. XLA may keep the means, one a variable."""
+    """With arguments donated in the order of the results, as in fit, only one mean per variable may be temporary."""
     variables = [keras.Variable(np.zeros(4096, np.float32)) for _ in range(3)]
     optimizer = Accumulate(make(0.5), 2)
     optimizer.build(variables)

@@ -1,4 +1,4 @@
-"""The warning of batches of different sizes that ``fit`` hands over without a weight."""
+"""The warning about batches of different sizes that ``fit`` passes without a weight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Plain(keras.Model):
-    """Without weights of its own."""
+    """A model that passes no weights to the optimizer."""
 
 
 def batches(*sizes: int) -> Batches:
@@ -43,10 +43,10 @@ def fit(model: Any, data: Any, **settings: Any) -> None:
 
 
 def warned(model: Any, data: Any, **settings: Any) -> list[int]:
-    """How many warnings there have been at the end of each step; there is one at the end."""
+    """Number of warnings so far at the end of each step; there is one in total."""
     counts: list[int] = []
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counts.append(len(found)))
-    with warned_of("3 and of 4") as found:
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counts.append(len(caught)))
+    with warned_of("3 and of 4") as caught:
         fit(model, data, callbacks=[count], **settings)
     return counts
 
@@ -88,7 +88,7 @@ def test_batches_of_one_size_or_with_weights_are_silent(data: Callable[[], Any])
 
 
 class OwnStep(keras.Model):
-    """Takes as many examples of each batch."""
+    """Takes the same number of examples from each batch."""
 
     def train_step(self, *args: Any) -> Any:
         x, y = args[-1]
@@ -124,7 +124,7 @@ def test_fits_of_one_size_each_are_silent() -> None:
 
 
 def test_a_fit_warns_after_one_that_had_no_reason() -> None:
-    """Its larger batches are traced already."""
+    """Its larger batches have already been traced."""
     model = compiled()
     fit(model, batches(4, 4))
     warned(model, batches(4, 3))
@@ -155,7 +155,7 @@ def test_the_warning_changes_no_bits() -> None:
 
 
 class Ones(keras.callbacks.Callback):
-    """Gives every microbatch the weight 1, for which no warning looks."""
+    """Passes a weight of 1 for every microbatch, which disables the warning."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         model: Any = self.model

@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """optax's own arithmetic mixes integers and floats; all else here runs under strict promotion."""
-    # A conftest is imported where JAX is not installed too.
+    """optax's arithmetic mixes integers and floats; everything else here runs under strict promotion."""
+    # Imported here because the conftest is loaded even if JAX is not installed.
     import jax
 
     with jax.numpy_dtype_promotion("standard"):

@@ -1,4 +1,4 @@
-"""The optax transformations, on small dyadic numbers, so that float32 holds every result exactly."""
+"""The optax transformations on small dyadic numbers, for which every float32 result is exact."""
 
 import operator
 from fractions import Fraction
@@ -23,7 +23,7 @@ OPTAX_PROMOTES = pytest.mark.usefixtures("standard_promotion")
 
 
 def run(tx: Any, params: Any, grads: list[Any], mode: str = "eager", **extra: list[Any]) -> tuple[list[Any], Any]:
-    """The updates of all steps, and the last state. ``extra``: one keyword argument a step."""
+    """The updates of all steps and the final state. ``extra``: values of a keyword argument, one per step."""
     rows = [{name: jnp.asarray(values[i]) for name, values in extra.items()} for i in range(len(grads))]
 
     def step(state: Any, x: Any) -> Any:
@@ -151,7 +151,7 @@ def test_the_inner_transformation_runs_at_the_boundary_alone() -> None:
 
 
 def full_batch(x: Any) -> Any:
-    """The gradient of the loss per token, mean of (w * x), at each w."""
+    """The gradient at each w of the mean loss per token, ``w * x``."""
     return jax.grad(lambda w: jnp.mean(w * x))(jnp.float32(1))
 
 

@@ -1,4 +1,4 @@
-"""Parameters in, parameters out: the same numbers as those of the transformation and apply_updates."""
+"""`accumulate_and_apply` gives the parameters of the transformation followed by apply_updates."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PARAMS: dict[str, Any] = {"w": np.float32([8, 16]), "frozen": None}
 
 
 def history(settings: dict[str, Any], flush: Any, jit: bool) -> tuple[list[Any], list[Any]]:
-    """Parameters and whether they changed after each microbatch, by the transformation and by what applies itself."""
+    """Parameters after each microbatch and whether they changed, by `accumulate` and by `accumulate_and_apply`."""
     tx, applying = accumulate(SGD, **settings), accumulate_and_apply(SGD, **settings)
 
     def transformed(updates: Any, state: Any, params: Any, weight: Any, flush: Any) -> Any:

@@ -23,7 +23,7 @@ def window_means(grads: list[Any]) -> list[Any]:
 
 
 def train(tx: Any, grads: list[Any], params: Any, **extra: Any) -> tuple[Any, Any]:
-    """Parameters and state after all steps, compiled."""
+    """Parameters and state after all (compiled) steps."""
     state = tx.init(params)
 
     @jax.jit
@@ -37,7 +37,7 @@ def train(tx: Any, grads: list[Any], params: Any, **extra: Any) -> tuple[Any, An
 
 
 def assert_close(a: Any, b: Any) -> None:
-    """Up to the fusions that the compiler chooses inside of a conditional and outside of one: some last digits."""
+    """Equal up to the last digits, since the compiler fuses differently inside a conditional."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=4e-6, atol=1e-7)
 
@@ -74,7 +74,7 @@ ALIKE = (
     *("lion", "bfloat16 momentum", "prodigy", "dowg", "dadapt_adamw", "momo", "sam", "muon", "schedule_free"),
     *("mechanize", "partition", "inject_hyperparams", "adamw", "clip, schedule", "reduce_on_plateau"),
 )
-"""Others that hold or are given what one of the rest is too."""
+"""Run in the full tier only: their states and arguments are of types that the other cases cover."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in ALIKE else x for x in INNERS])
@@ -138,7 +138,7 @@ def test_tree_map_params_finds_the_accumulators(dtype: Any, order: Any) -> None:
     if order == "sequential":
         (level,) = mapped[0].window.levels
         assert (level.value, level.count, level.dtypes) == (specs, None, None)
-    else:  # levels have an axis more than their parameter
+    else:  # levels have one axis more than their parameter
         assert mapped[0].window.levels == (None, None)
     assert mapped[0].inner[0].mu == specs
     same = optax.tree_map_params(tx, lambda x: x, state)
@@ -154,8 +154,8 @@ def test_tree_map_params_of_multi_steps() -> None:
 
 def test_tree_get_finds_the_counts() -> None:
     _, state = train(accumulate(optax.adam(0.1), 2, skip=skip_not_finite()), GRADS[:3], PARAMS)
-    found = {name: int(optax.tree.get(state, name)) for name in ("step", "index", "skipped", "num_not_finite")}
-    assert found == {"step": 1, "index": 1, "skipped": 0, "num_not_finite": 0}
+    counters = {name: int(optax.tree.get(state, name)) for name in ("step", "index", "skipped", "num_not_finite")}
+    assert counters == {"step": 1, "index": 1, "skipped": 0, "num_not_finite": 0}
 
 
 def test_an_inner_state_that_is_promoted_keeps_its_dtype() -> None:

@@ -1,4 +1,4 @@
-"""Steps around `accumulate` under plain jit on a mesh: replicas exchange at the end of a window alone."""
+"""Steps with `accumulate` under plain jit on a mesh: replicas communicate only at the end of a window."""
 
 import re
 from typing import Any
@@ -31,7 +31,7 @@ def step(w: Any, state: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_a_step_on_a_mesh(kind: AxisType) -> None:
-    """Of integers, so that all sums are exact; a microbatch that holds an infinity is left out on all replicas."""
+    """Integer data makes all sums exact; a microbatch with an infinity is skipped on all replicas."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
 
     def put(spec: P, value: Any) -> Any:

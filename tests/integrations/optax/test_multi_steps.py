@@ -1,4 +1,4 @@
-"""MultiSteps beside optax.MultiSteps: the interface is the same, and each defect is shown there and gone here."""
+"""MultiSteps has the interface of optax.MultiSteps but not its defects, each of which is shown."""
 
 import functools
 from typing import Any
@@ -19,11 +19,11 @@ NEGATE = optax.sgd(1.0)
 PARAMS = {"w": jnp.zeros(2)}
 BOTH = pytest.mark.parametrize("compat", [False, True], ids=["sums", "compat"])
 COMPAT = pytest.mark.parametrize("compat", named(("compat",), {"sums": False, "compat": True}))
-"""Quick with the mean of optax alone: the window of sums is that of `accumulate`, which has its own quick tests."""
+"""The quick tier has only optax's mean: windows of sums are those of `accumulate`, which has its own quick tests."""
 
 
 def run(tx: Any, grads: Any, params: Any = None, **extra: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """The first element of each step's updates, the states, and what `has_updated` says of them."""
+    """The first element of the updates, the state, and `has_updated`, for each step."""
     params = PARAMS if params is None else params
     state, firsts, states = tx.init(params), [], []
     update = jax.jit(functools.partial(tx.update, **extra))
@@ -36,7 +36,7 @@ def run(tx: Any, grads: Any, params: Any = None, **extra: Any) -> tuple[list[Any
 
 @functools.cache
 def by_optax(*grads: Any, k: Any = 2, mean: bool = True, skip: Any = None) -> tuple[list[Any], list[Any], list[bool]]:
-    """`run` of optax.MultiSteps, once for all cases that are compared with it."""
+    """`run` with optax.MultiSteps, cached for all tests that compare with it."""
     return run(optax.MultiSteps(NEGATE, k, mean, skip), grads)
 
 
@@ -80,7 +80,7 @@ def test_a_nan_stays_in_its_window(compat: bool) -> None:
 
 
 @COMPAT
-@pytest.mark.filterwarnings("ignore:Casting from complex to real:DeprecationWarning")  # optax's own
+@pytest.mark.filterwarnings("ignore:Casting from complex to real:DeprecationWarning")  # from optax
 def test_complex_gradients_keep_their_imaginary_part(compat: bool) -> None:
     params, grads = {"w": jnp.zeros(2, np.complex64)}, [1 + 2j, 3 - 4j]
     ours, states, _ = run(MultiSteps(NEGATE, 2, compat=compat), grads, params)
@@ -110,7 +110,7 @@ def test_has_updated_is_false_after_a_microbatch_that_was_left_out(compat: bool,
     theirs, their_states, their_updated = by_optax(*grads, skip=function)
     assert firsts == theirs == [0, -3, 0, 0, 0, -7]
     assert their_updated == [False, True, True, False, False, True]
-    # What a state does not tell, `has_updated` cannot know.
+    # `has_updated` sees only the state.
     silent = skip == "tuple" or (isinstance(skip, str) and compat)
     assert updated == (their_updated if silent else [False, True, False, False, False, True])
     if detail:
@@ -204,7 +204,7 @@ def test_300_ones_in_bfloat16() -> None:
 @BOTH
 @pytest.mark.parametrize("done", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
 def test_a_state_that_optax_made_is_taken_over(compat: bool, done: int) -> None:
-    """After 1 and 3 microbatches in the middle of a window, after 2 between two, with a NaN left behind by optax."""
+    """After 1 and 3 microbatches within a window and after 2 between windows, with a NaN that optax leaves behind."""
     grads = [np.nan if done == 2 else 8, 2, 6, 4]
     _, states, _ = by_optax(*grads[:done])
     tx = MultiSteps(NEGATE, 2, compat=compat)
@@ -224,7 +224,7 @@ def test_a_gradient_missing_at_the_boundary_does_not_lose_its_window() -> None:
 
 
 def test_the_state_keeps_its_dtypes() -> None:
-    """An inner state that is promoted is cast back, as optax does."""
+    """An inner state that the update promotes is cast back, as in optax."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, state * np.float32(1.5)
@@ -260,7 +260,7 @@ def test_skip_large_has_the_rule_of_optax_below_and_above_its_bound() -> None:
         theirs = optax.skip_large_updates({"w": jnp.float32([3, 4])}, 0, None, bound**2)
         assert ours[0] == theirs[0] == ours[1]["should_skip"] == (bound < 5)
     squares = jnp.full(2, 300, np.float16)
-    assert optax.skip_large_updates({"w": squares}, 0, None, 1e6)[0]  # 300 squared is beyond float16
+    assert optax.skip_large_updates({"w": squares}, 0, None, 1e6)[0]  # 300 squared overflows float16
     assert not skip_large(1e3)({"w": squares}, 0, None)[0]
     assert skip_large(4.5)({"w": jnp.complex64([3 + 4j])}, 0, None)[0]
 
@@ -275,7 +275,7 @@ def test_what_is_too_large_is_left_out_of_a_window() -> None:
 
 @pytest.mark.parametrize("extra", [{"weight": 2.0}, {"flush": True}, {"number": 0}], ids=str)
 def test_what_means_something_elsewhere_is_not_dropped(extra: dict[str, Any]) -> None:
-    """optax.MultiSteps hands extra arguments on to a transformation that may not know them either."""
+    """optax.MultiSteps also passes extra arguments to transformations that may not accept them."""
     tx = MultiSteps(optax.sgd(1.0), 2)
     with pytest.raises(gc.GradCombineError, match=f"MultiSteps: expected no {next(iter(extra))}, .*accumulate does"):
         tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), **extra)

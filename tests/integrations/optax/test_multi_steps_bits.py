@@ -1,4 +1,4 @@
-"""MultiSteps(compat=True) beside optax.MultiSteps: the same bits of updates and states at every step."""
+"""MultiSteps(compat=True) has the updates and states of optax.MultiSteps at every step, bit for bit."""
 
 import functools
 from collections.abc import Callable
@@ -41,7 +41,7 @@ KINDS = [
 
 
 def random_tree(seed: int, dtype: Any, fill: float | None = None) -> Any:
-    """Normal numbers over a wide range of magnitudes, zeros of either sign among them; or ``fill``."""
+    """Normal numbers of widely varying magnitude, including zeros of both signs; or all ``fill``."""
     rng = np.random.default_rng(seed)
 
     def leaf(shape: tuple[int, ...]) -> Any:
@@ -66,7 +66,7 @@ def bits(x: Any) -> Any:
 
 
 def assert_same_steps(ours: Any, theirs: Any, path: str) -> None:
-    """Equal in bits, but for the zeros that optax returns between updates, which may be negative."""
+    """Equal bits, except that the zero updates of optax between windows may be negative."""
     (updates, state), (their_updates, their_state) = ours, theirs
     assert jax.tree.structure(state) == jax.tree.structure(their_state)
     pairs = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(their_state), strict=True)
@@ -78,7 +78,7 @@ def assert_same_steps(ours: Any, theirs: Any, path: str) -> None:
 
 
 QUICK = (1, 4)
-"""With clipping, decay, a schedule and a rule that skips; and in bfloat16."""
+"""Clipping, weight decay, a schedule and a skip rule; and bfloat16."""
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def steps(tx: Any, mode: str, grads: list[Any], params: Any) -> list[Any]:
             tx.init(params), jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
         )
         return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(grads))]
-    state, found = tx.init(params), []
+    state, steps = tx.init(params), []
     update = jax.jit(tx.update) if mode == "jit" else tx.update
     for grad in grads:
         updates, state = update(grad, state, params)
-        found.append((updates, state))
-    return found
+        steps.append((updates, state))
+    return steps
 
 
 OTHER_MODES = [("eager", 0), ("eager", 5), ("scan", 1), ("scan", 3), ("disable_jit", 4)]
@@ -147,10 +147,10 @@ def test_the_mean_is_the_welford_mean_of_foreign_orders() -> None:
 
 @FULL
 def test_without_compat_the_bits_are_others() -> None:
-    """So that the comparisons above can fail."""
+    """The comparisons above can fail."""
     grads = [random_tree(i, np.float32) for i in range(5)]
-    found = [
+    updates = [
         steps(tx, "jit", grads, grads[0])[-1][0]
         for tx in (optax.MultiSteps(INNER["identity"](), 5), MultiSteps(INNER["identity"](), 5))
     ]
-    assert bits(found[0]["a"]) != bits(found[1]["a"])
+    assert bits(updates[0]["a"]) != bits(updates[1]["a"])

@@ -1,4 +1,4 @@
-"""The optax transformations over replicas that hold different data, by every way that JAX has of mapping a function."""
+"""The optax transformations on replicas with different data, under each of JAX's mapping transformations."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -25,11 +25,11 @@ PARAMS = {"w": jnp.zeros(())}
 
 GRADS = np.float32([[1, 5, 9, -4], [3, -7, 2, 8], [6, 4, 4, 2], [-1, 3, 8, 16]])
 TOKENS = np.float32([[1, 3, 2, 2], [4, 0, 1, 3], [2, 1, 4, 1], [2, 3, 1, 2]])
-"""A row a replica, a column a microbatch. Each window of two columns holds 16 tokens, so that its mean is exact."""
+"""Rows are replicas, columns microbatches. Each window of two columns holds 16 tokens, so its mean is exact."""
 
 
 def token_mean(columns: slice) -> float:
-    """The mean over the tokens of some microbatches of all replicas."""
+    """The exact mean over the tokens of the selected microbatches on all replicas."""
     pairs = zip(GRADS[:, columns].flat, TOKENS[:, columns].flat, strict=True)
     return float(Fraction(sum(Fraction(float(g)) * int(n) for g, n in pairs), int(TOKENS[:, columns].sum())))
 
@@ -52,7 +52,7 @@ def by_vmap(program: Callable[..., Any], *data: Any) -> Any:
 def by_shard_map(check_vma: bool) -> Callable[..., Any]:
     def mapped(program: Callable[..., Any], *data: Any) -> Any:
         def one(*blocks: Any) -> Any:
-            # Under check_vma, the specs P() below are a proof that all replicas have the same.
+            # With check_vma, out_specs P() proves that the results are equal on all replicas.
             out = program(*(block[0] for block in blocks))
             return out if check_vma else jax.tree.map(lambda x: x[None], out)
 
@@ -76,7 +76,7 @@ ORDERS = pytest.mark.parametrize("order", [pytest.param("sequential", marks=pyte
 
 
 def window(tx: Any, names: tuple[str, ...] = ("weight",)) -> Callable[..., Any]:
-    """Scans over one replica's microbatches; returns the updates and the last inner state."""
+    """Scans over one replica's microbatches; returns the updates and the final inner state."""
 
     def program(grads: Any, *extra: Any) -> Any:
         def step(state: Any, x: Any) -> Any:
@@ -109,7 +109,7 @@ def test_the_inner_state_is_the_same_on_all_replicas(mode: Callable[..., Any]) -
     tx = accumulate(optax.sgd(lambda count: jnp.exp2(-count.astype(jnp.float32)), momentum=0.5), 2, over=AXIS)
     with jax.numpy_dtype_promotion("standard"):
         updates, state = mode(window(tx), GRADS, TOKENS)
-    # The second update has half of the first one's momentum in it, and half the learning rate.
+    # The second update includes half of the first momentum and has half the learning rate.
     second = (EXPECTED[3] + EXPECTED[1] / 2) / 2
     np.testing.assert_array_equal(updates, [[0, EXPECTED[1], 0, second]] * N)
     np.testing.assert_array_equal(optax.tree.get(state, "count"), [2] * N)
@@ -126,7 +126,7 @@ def test_a_flush_by_one_replica_is_a_flush_by_all(mode: Callable[..., Any]) -> N
 @MODES
 def test_local_windows_stay_apart(mode: Callable[..., Any]) -> None:
     def program(grads: Any, tokens: Any) -> Any:
-        params = {"w": grads[0] * 0}  # each replica's own
+        params = {"w": grads[0] * 0}  # differ between replicas
         tx = accumulate(NEGATE, 2)
         state = tx.init(params)
         for i in range(2):

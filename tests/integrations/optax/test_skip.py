@@ -1,4 +1,4 @@
-"""Microbatches that `accumulate` leaves out."""
+"""Microbatches that `accumulate` skips."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ NAN, INF = np.nan, np.inf
 
 
 def negative(updates: Any, gradient_step: Any, params: Any) -> Any:
-    """A skip function in optax's form: one that sees the number of the window."""
+    """A skip function with optax's signature that uses the index of the window."""
     return (updates["w"] < 0).any(), {"step": gradient_step}
 
 
@@ -77,7 +77,7 @@ def test_the_skip_function_sees_the_window_and_the_parameters(mode: str) -> None
         return (updates["w"] > params["w"] * gradient_step.astype(np.float32)).all(), {"step": gradient_step}
 
     outputs, state = run(accumulate(NEGATE, 1, skip=skip), vectors(2)[0], vectors(1, 2, 5, 6), mode)
-    # Above 0, 2, 4, 6?
+    # The thresholds are 0, 2, 4, 6.
     assert firsts(outputs) == [0, -2, 0, -6]
     assert int(state.skip.detail["step"]) == 3
 
@@ -131,8 +131,8 @@ def test_integer_leaves_stay_exact(mode: str) -> None:
 def test_the_norm_is_over_all_leaves_and_formed_in_float32() -> None:
     tree = {"a": jnp.full(1, 300, np.float16), "b": jnp.complex64([400j]), "c": None}
     for bound, left_out in ((499.0, True), (500.0, False), (lambda step: 400 + 100 * step, False)):
-        found, detail = skip_large(bound)(tree, jnp.int32(1), None)
-        assert bool(found) == bool(detail["should_skip"]) == left_out
+        skipped, detail = skip_large(bound)(tree, jnp.int32(1), None)
+        assert bool(skipped) == bool(detail["should_skip"]) == left_out
         assert detail["norm"] == 500 and detail["norm"].dtype == np.float32
     assert bool(skip_large(INF)({"a": jnp.float32([NAN])}, 0, None)[0])
     assert skip_not_finite({"a": jnp.int32(1), "b": jnp.bfloat16(INF)}, 0, None)[1]["num_not_finite"] == 1

@@ -1,4 +1,4 @@
-"""Gradients of several denominators in an optax chain: the same as in JAX's step, over microbatches and replicas."""
+"""Gradients with several denominators in an optax chain equal those of JAX's train_step, also over replicas."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_skipped_flushed_narrow_and_over_replicas(apply: bool) -> None:
 
     def window(rows: Any) -> Any:
         state, params = tx.init(PARAMS), PARAMS
-        for i in range(4):  # the last one is left out, and flushes
+        for i in range(4):  # the last microbatch is skipped and flushes
             output, grads = grads_by_denominator(loss, TERMS)(PARAMS, *(a[i] for a in rows))
             grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), grads)
             if i % 2 == 0:

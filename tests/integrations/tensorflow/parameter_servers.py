@@ -1,6 +1,6 @@
-"""A parameter server, a worker that is killed in the middle of a function, and its successor; prints one line of JSON.
+"""Runs a parameter server, a worker that is killed within a function, and its successor; prints one line of JSON.
 
-The function adds its gradient to a variable, and also returns it with its number, for a ledger.
+The function adds its gradient to a variable, and returns it with its microbatch number for a ledger.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tests.multi_process.tensorflow_cluster import free_addresses
 
 COUNT = 4
 GRADIENTS = 4.0 ** np.arange(COUNT, dtype=np.float32)
-"""By number: a sum of them says how often each was added."""
+"""Gradients by microbatch number: their sum shows how often each was added."""
 
 
 def serve(cluster: Any, job: str, begin: Any) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the process ends with its parent
     begin.wait()
     tf.distribute.Server(tf.train.ClusterSpec(cluster), job_name=job, task_index=0).join()
 
 
 def main() -> None:
-    # Forked where TensorFlow is imported and has started nothing.
+    # Forked after TensorFlow is imported but before it starts threads.
     context: Any = multiprocessing.get_context("fork")
     server, worker = free_addresses(2)
     cluster = {"ps": [server], "worker": [worker]}
@@ -81,7 +81,7 @@ def main() -> None:
     print(json.dumps({"added": float(added.numpy()), "merged": merged, "refused": refused}), flush=True)
     for process in processes:
         process.kill()
-    os._exit(0)  # a regular exit waits for the cluster
+    os._exit(0)  # a regular exit would wait for the cluster
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Strategies by name, and microbatches whose means are known exactly."""
+"""Strategies by name, and microbatches with exactly known means."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mirrored(size: int) -> tf.distribute.Strategy:
 
 @cache
 def central() -> tf.distribute.Strategy:
-    """Two replicas that compute, and variables in one place."""
+    """Two replicas, with the variables on one device."""
     return tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
 
 
@@ -32,7 +32,7 @@ MADE = {"one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"), "central
 
 
 class Counting(tf.distribute.ReductionToOneDevice):
-    """Notes how many floating elements of more than a scalar are exchanged."""
+    """Counts the exchanged elements of floating-point tensors, excluding scalars."""
 
     elements = 0
 
@@ -45,7 +45,7 @@ class Counting(tf.distribute.ReductionToOneDevice):
 
 @contextmanager
 def scope(name: str) -> Iterator[tf.distribute.Strategy]:
-    """The strategy of this name, in scope."""
+    """Enters the scope of the strategy with this name."""
     if name == "none":
         yield tf.distribute.get_strategy()
         return
@@ -76,7 +76,7 @@ def replace(gradients: list[Any], variables: list[Any]) -> None:
 
 
 def given(gradient: Any, weight: Any) -> tuple[list[Any], Any]:
-    """The batch is the gradient and its weight."""
+    """A gradient function whose batch is the gradient and its weight."""
     return [gradient], weight
 
 
@@ -85,7 +85,7 @@ def gradient_at(rank: int, k: int) -> np.ndarray:
 
 
 def weight_at(rank: int, k: int) -> np.float32:
-    """1 or 3: the weights of two microbatches in a row sum to 4, so that every mean below is a binary fraction."""
+    """1 or 3, such that the weights of two consecutive microbatches sum to 4 and every mean is a dyadic fraction."""
     return np.float32(1 + 2 * ((rank + k) % 2))
 
 
@@ -99,7 +99,7 @@ def exact_mean(replicas: int, microbatches: range) -> np.ndarray:
 
 
 def feed(strategy: tf.distribute.Strategy, step: Any, microbatches: range) -> list[bool]:
-    """Whether each of the calls applied."""
+    """Returns for each call whether it applied a window."""
     return [
         bool(
             step(

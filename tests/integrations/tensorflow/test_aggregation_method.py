@@ -1,4 +1,4 @@
-"""Each tf.AggregationMethod beside tf.gradients itself, to the bit."""
+"""Each tf.AggregationMethod has the bits of tf.gradients."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def value_of(method: str) -> int:
 
 
 def gradient(x: Any, terms: Any, method: str) -> Any:
-    """d(sum_i identity(x) * terms_i) / dx: the terms themselves, added by TensorFlow."""
+    """d(sum_i identity(x) * terms_i) / dx, i.e. the sum of the terms as TensorFlow adds them."""
     uses = [tf.identity(x) for _ in terms]
     return tf.gradients(uses, x, list(terms), aggregation_method=value_of(method))[0]
 
 
 @cache
 def without_grappler() -> dict[tuple[str, int], np.ndarray]:
-    """All methods and numbers of terms, in one session that rewrites nothing."""
+    """The sums for all methods and numbers of terms, in one session without graph rewriting."""
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
@@ -73,7 +73,7 @@ def test_under_xla(method: str, n: int) -> None:
 
 
 def test_the_orders_differ_on_these_terms() -> None:
-    """Ten terms are the fewest that a chain and blocks add differently."""
+    """Ten is the smallest number of terms for which a chain and blocks add in different orders."""
     for n in (9, 10, MOST):
         chain, blocks = (f(TERMS[:n]) for f in (foreign_orders.left_chain, foreign_orders.addn_blocks))
         assert (chain != blocks).any() == (n > 9)
@@ -89,7 +89,7 @@ def test_names_and_values_mean_the_same(method: Any, name: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_add_n_takes_the_enumeration(method: str) -> None:
-    """`gradcombine.add_n` keeps to its own orders: EXPERIMENTAL_TREE is a tree there."""
+    """For `gradcombine.add_n`, EXPERIMENTAL_TREE is a tree, unlike in TensorFlow."""
     expected = gc.add_n(TERMS, {"ADD_N": "add_n", "EXPERIMENTAL_TREE": "tree"}.get(method, "accumulate_n"))
     same_bits(gc.add_n(TERMS, value_of(method)), expected)
     same_bits(gc.add_n([tf.constant(x) for x in TERMS], value_of(method)), expected)
@@ -165,7 +165,7 @@ REDUCTIONS = [
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda reduction: reduction.name)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_graph_of_tensorflow_1_has_the_bits_or_is_refused(reduction: gc.Reduction, weighted: bool) -> None:
-    """There a == b is no tensor: it says whether two tensors are one object."""
+    """With tensor equality disabled, ``a == b`` is a bool: whether two tensors are the same object."""
     terms = [np.float32([1, 2, 3e8]), np.float32([0, 2, 3]), np.float32([-1, np.nan, -3e8])]
     weights = [1.0, 0.0, 2.5] if weighted else None
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:

@@ -1,4 +1,4 @@
-"""Windows of windows over replicas of a strategy: bits of the rule on one device, and what crosses islands when."""
+"""Local SGD with an outer optimizer over the replicas of a strategy: bits of the reference, and communication."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def nesterov() -> Any:
 
 
 def made(fragments: int = 1) -> tuple[list[Any], Outer]:
-    """Outer parameters and islands, with Nesterov's momentum."""
+    """Returns the outer parameters and an `Outer` with Nesterov momentum."""
     variables = [tf.Variable(x) for x in start().values()]
     optimizer = [nesterov() for _ in range(fragments)] if fragments > 1 else nesterov()
     return variables, Outer(variables, optimizer, EVERY, order="tree")
 
 
 def stepper(strategy: Any, islands: Outer) -> Any:
-    """A tf.function: one inner step of each island, which adds what it is given, and what follows."""
+    """A tf.function for one inner step, which adds its argument on each island, and the outer step after it."""
 
     def step(added: list[Any], weight: Any) -> Any:
         def inner(*added: Any) -> None:
@@ -50,7 +50,7 @@ def run(strategy: Any, step: Any, i: int, added: Any, weights: np.ndarray) -> An
 
 
 def assert_bits(strategy: Any, islands: Outer, variables: list[Any], expected: Any, ranks: range) -> None:
-    """Of the parameters of these islands and of the outer ones on all replicas."""
+    """Compares the parameters of the islands in `ranks` and the outer parameters on all replicas."""
     for name, x, outer in zip(SHAPES, islands.params, variables, strict=True):
         for rank, received in enumerate(local(strategy, outer)):
             np.testing.assert_array_equal(received, expected["outer"][name], f"outer {name} {rank}", strict=True)
@@ -75,7 +75,7 @@ def test_a_strategy_has_the_bits_of_a_simulation(name: str, fragments: int) -> N
 
 
 def test_nothing_is_exchanged_between_boundaries() -> None:
-    """Eagerly: no element, and those of a fragment at its own boundary; its weight and count are scalars."""
+    """In eager mode, a fragment's elements are exchanged only at its boundary; scalars are not counted."""
     counting = Counting()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], counting)
     with strategy.scope():
@@ -90,7 +90,7 @@ def test_nothing_is_exchanged_between_boundaries() -> None:
 
 
 def test_a_lost_island_changes_nothing() -> None:
-    """Weight 0 and parameters that are NaN: bits as without it; afterwards it has the outer parameters."""
+    """An island with weight 0 and NaN parameters changes no bits and gets the outer parameters at the end."""
     with scope("mirrored_2") as strategy:
         added, weights = moves(2), seen_by(2)
         expected = ruled({name: x[:1] for name, x in added.items()}, weights[:1], FRAGMENTS[1])[EVERY - 1]
@@ -112,12 +112,12 @@ def test_an_island_that_joins_begins_from_the_outer_parameters() -> None:
         step([tf.constant(-3.0)], 4.0)
         tf.function(islands.join)(per_replica(strategy, lambda r: r == 0))
         assert [float(value) for value in local(strategy, islands.params[0])] == [8, 5]
-        step([tf.constant(-2.0)], 4.0)  # the first has seen 4 steps that moved it by 2, the second 8 that moved it by 5
+        step([tf.constant(-2.0)], 4.0)  # the first has weight 4 and moved by 2, the second has weight 8 and moved by 5
         assert [float(value) for value in local(strategy, islands.params[0])] == [4, 4]
 
 
 def test_through_a_wire() -> None:
-    """What the islands moved is sent in eight bits; all of them have the same bits afterwards."""
+    """The islands' changes are sent in eight bits, and all islands end with the same bits."""
     added = np.random.default_rng(1).normal(size=(2, 64, 64)).astype(np.float32)
     with scope("mirrored_2") as strategy:
         x = tf.Variable(tf.zeros((64, 64)))
@@ -126,7 +126,7 @@ def test_through_a_wire() -> None:
         ours, other = local(strategy, islands.params[0])
     np.testing.assert_array_equal(ours, other)
     error = np.abs(ours - added.astype(np.float64).mean(0)).max()
-    assert 0 < error <= np.abs(added).max() / 128  # half a step of a block of 7 bits, each is rounded once
+    assert 0 < error <= np.abs(added).max() / 128  # half a quantization step of 7 bits; each is rounded once
 
 
 @pytest.mark.parametrize("name", ["none", "mirrored_2"])
@@ -149,7 +149,7 @@ def test_a_checkpoint_resumes_between_exchanges(name: str, tmp_path: Path) -> No
 
 
 def test_narrow_parameters_move_in_float32() -> None:
-    """bfloat16, whose difference of two neighbours is exact, and a Keras variable."""
+    """bfloat16, where the difference of two neighbours is exact, and a Keras variable."""
     x = keras.Variable(np.float32([1, 2]), dtype="bfloat16")
     islands = Outer([x], keras.optimizers.SGD(1.0), 1)
     islands.params[0].assign_sub(tf.constant([2**-8, 0.5], tf.bfloat16))
@@ -163,7 +163,7 @@ def variable() -> Any:
 
 
 def outside() -> Any:
-    """Variables that were made under no strategy, or another one."""
+    """Variables created without a strategy, or under another one."""
     x = variable()
     with mirrored(2).scope():
         return Outer([x], nesterov(), 2)

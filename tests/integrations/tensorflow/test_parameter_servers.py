@@ -1,4 +1,4 @@
-"""What a worker of parameter servers has added when it is killed counts twice; what its function returns, once."""
+"""Updates that a parameter-server worker made before it was killed count twice; its return values count once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_what_is_returned_with_its_number_counts_once() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["merged"] == 1 + 4 + 16 + 64
-    # One of the four was begun when its worker was killed, and was begun again.
+    # One of the four was interrupted when its worker was killed, and ran again.
     assert found["added"] - found["merged"] in (1, 4, 16, 64)
     assert "expected each microbatch once, received twice: 0" in found["refused"]

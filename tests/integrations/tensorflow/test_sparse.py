@@ -1,4 +1,4 @@
-"""tf.IndexedSlices, as they come from a tape and go to an optimizer."""
+"""tf.IndexedSlices from a tape to an optimizer."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_keras_optimizers_take_the_result() -> None:
 
 @pytest.mark.parametrize("run_eagerly", [True, False])
 def test_slices_whose_number_is_not_known(run_eagerly: bool) -> None:
-    """As many as there is room for; one more is an error at run time."""
+    """Up to `capacity` distinct rows fit; one more is an error at run time."""
     reduction = row_sum(capacity=3)
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 2])])
@@ -135,7 +135,7 @@ def test_dense_shapes_that_differ_are_refused_and_nothing_is_written() -> None:
         reduction.update(state, slices([1], width=3))
     for old, new in zip(before, (*state.value[:3], state.weight, state.count), strict=True):
         np.testing.assert_array_equal(old, new.numpy())
-    # Without a dense_shape, the state knows; but a state cannot be made of it.
+    # Without a dense_shape, update takes the shape from the state, but init cannot.
     assert reduction.finalize(reduction.update(state, slices([4], rows=None))).indices.numpy().tolist() == [1, 2, 4]
     with pytest.raises(gc.GradCombineError, match="known number of rows"):
         reduction.init(slices([1], rows=None))

@@ -1,4 +1,4 @@
-"""The accumulated training step: without a strategy, and under strategies of one, two and four replicas."""
+"""The accumulated training step without a strategy, and under strategies of one, two and four replicas."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ MODES = ("eager", "function")
 
 @pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> Iterator[tf.distribute.Strategy]:
-    """The strategy, in scope for the whole test."""
+    """The strategy, whose scope is active during the test."""
     with scope(request.param) as chosen:
         yield chosen
 
 
 REPLICATED = pytest.mark.parametrize("strategy", [pytest.param("none", marks=FULL), *STRATEGIES[1:]], indirect=True)
-"""Quick on two replicas alone, where the same functions are traced with more to them."""
+"""The quick tier has only replicated strategies, which trace a superset of the functions."""
 
 
 @pytest.fixture(params=MODES)
 def run(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """How a step is called."""
+    """Wraps a step for eager or tf.function execution."""
     return tf.function if request.param == "function" else lambda step: step
 
 
@@ -251,7 +251,7 @@ def test_windows_of_a_length_that_changes(strategy: Any, run: Any) -> None:
 
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_number_that_comes_again_counts_once(strategy: Any, run: Any, order: Any) -> None:
-    """In windows that a flush ends; and it counts in the next one."""
+    """In windows that end with a flush; the same number counts again in the next window."""
     w, size = tf.Variable(tf.zeros(3)), strategy.num_replicas_in_sync
     settings = {"reduction": gc.reductions.numbered(gc.reductions.mean(), 2 * size), "order": order, "max_every": 8}
     module = AccumulatedStep(given, [w], subtract, every=gc.UNTIL_FLUSH, **settings)
@@ -270,7 +270,7 @@ def test_a_number_that_comes_again_counts_once(strategy: Any, run: Any, order: A
 
 @REPLICATED
 def test_microbatches_have_the_numbers_that_calls_give_them(strategy: Any, run: Any) -> None:
-    """So that what other replicas have left of a window is dealt to those that are there."""
+    """So microbatches of a window that other replicas left open can be redistributed."""
     w, size = tf.Variable(tf.zeros(3)), strategy.num_replicas_in_sync
     numbered = gc.reductions.numbered(gc.reductions.mean(), 2 * size)
     module = AccumulatedStep(given, [w], subtract, every=2, reduction=numbered)

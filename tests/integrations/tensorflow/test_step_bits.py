@@ -1,4 +1,4 @@
-"""Windows that are written in place: the bits of `gradcombine.combine`, and nothing written when a call fails."""
+"""Windows updated in place have the bits of `gradcombine.combine`, and a failed call writes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNS = {
 
 
 def _in_xla(step: Any) -> Any:
-    """A step that was traced for a graph of its own, and runs as part of a compiled one."""
+    """A step that was already traced as a standalone graph and then runs inside a compiled one."""
     step(tf.zeros(33), tf.zeros(()))
     return tf.function(lambda *batch: step(*batch), jit_compile=True)
 
@@ -46,7 +46,7 @@ def test_windows_have_the_bits_of_a_left_chain(name: str, run: str) -> None:
     gradients[1, 2, 0] = np.nan  # must not reach the third window
     gradients[:, :, 1] = -0.0
     weights = rng.uniform(0.5, 8, (3, EVERY)).astype(np.float32)
-    weights[2, 0], gradients[2, 0, 2] = 0, np.inf  # a window that begins with a contribution that is masked
+    weights[2, 0], gradients[2, 0, 2] = 0, np.inf  # the first contribution of this window is masked
     weights[0, 3], gradients[0, 3, 2] = 0, np.nan
     w = tf.Variable(tf.zeros(33))
     module = AccumulatedStep(given, [w], replace, every=EVERY, reduction=reduction)
@@ -68,7 +68,7 @@ QUICK_DTYPES = [(np.float16, 1), (ml_dtypes.bfloat16, 0), (ml_dtypes.bfloat16, 3
 def test_known_weights_and_other_dtypes(dtype: Any, weight: int) -> None:
     drawn = np.random.default_rng(1).standard_normal((4, 7)).astype(dtype)
     a, b = tf.Variable(tf.zeros(7, drawn.dtype)), tf.Variable(tf.zeros(2))
-    # One weight is known while tracing, the other is not; the second variable has a gradient in one of two.
+    # One weight is a constant of the trace, the other is not; the second variable has only one gradient.
     known = AccumulatedStep(lambda g: ([g, None], weight), [a, b], replace, every=2)
     step = tf.function(known)
     for pair in (drawn[:2], drawn[2:]):
@@ -170,7 +170,7 @@ def test_a_failure_inside_a_graph_writes_nothing_on_any_replica(failing: str) ->
 
 
 def test_a_window_is_rounded_once_by_its_wire() -> None:
-    """514 needs nine bits, and bfloat16 has eight; 257 twice is not rounded before it is added."""
+    """514 needs nine bits and is rounded to bfloat16's eight; the two terms of 257 are not rounded before the sum."""
     strategy = mirrored(2)
     with strategy.scope():
         w = tf.Variable(tf.zeros((40, 50)))

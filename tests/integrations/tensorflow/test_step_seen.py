@@ -1,4 +1,4 @@
-"""Which variables have had a gradient: a part of the step's state, decided where the step runs."""
+"""Which variables have had a gradient is part of the step's state and decided at run time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ONE = tf.constant(1.0)
 
 
 def made(apply: Any, *second: float | None, every: int = 2, **settings: Any) -> tuple[AccumulatedStep, list[Any]]:
-    """A step over three variables of 1; a call's number chooses the second one's gradient, and the third has none."""
+    """A step over three variables of value 1: the call chooses the second gradient, the third is always None."""
     variables = [tf.Variable(1.0) for _ in range(3)]
 
     def gradients(x: tf.Tensor, number: int = 0) -> Any:
@@ -50,7 +50,7 @@ def values(variables: list[Any]) -> list[float]:
 
 
 def by_keras(optimizer: Any, *second: float) -> tuple[list[Any], list[Any]]:
-    """The three variables, and those of the optimizer, after steps of Keras that leave the third one out."""
+    """The three variables and the optimizer's after Keras steps without a gradient for the third."""
     variables = [tf.Variable(1.0) for _ in range(3)]
     optimizer.build(variables)
     for x in second:
@@ -59,7 +59,7 @@ def by_keras(optimizer: Any, *second: float) -> tuple[list[Any], list[Any]]:
 
 
 def earlier(step: AccumulatedStep) -> tf.Module:
-    """What was saved of a step before `seen` was."""
+    """The saved state of a step from before `seen` was saved."""
     module = tf.Module()
     for name in ("position", "windows", "layout", "metrics_position", "metrics_windows", "_apply", "_optimizer"):
         if hasattr(step, name):
@@ -94,7 +94,7 @@ def hand_over(way: str, before: AccumulatedStep, step: AccumulatedStep, folder: 
 def test_a_restored_window_is_applied_as_a_whole(
     way: str, place: tuple[str, str], ends: str, traced: bool, tmp_path: Path
 ) -> None:
-    """In a new step, whose function has no gradient for the second variable, and may have been traced before."""
+    """Even by a new step whose function has no gradient for the second variable and may have been traced already."""
     strategy, run = place
     with scope(strategy):
         before, _ = made(replace, 2.0)
@@ -110,7 +110,7 @@ def test_a_restored_window_is_applied_as_a_whole(
 
 @pytest.mark.parametrize("run", named(("compiled",), {name: name for name in RUNS}))
 def test_zeros_are_a_gradient_in_a_restored_window_and_in_later_ones(run: str, tmp_path: Path) -> None:
-    """A weight decay and Adam's moments act on them as in Keras, where None leaves a variable out."""
+    """Weight decay and Adam's moments treat them as Keras does, where a gradient of None skips the variable."""
     before, _ = made(keras.optimizers.AdamW(0.5, weight_decay=0.5), 0.0)
     RUNS[run](before)(ONE)
     optimizer = keras.optimizers.AdamW(0.5, weight_decay=0.5)
@@ -126,7 +126,7 @@ def test_zeros_are_a_gradient_in_a_restored_window_and_in_later_ones(run: str, t
 
 @pytest.mark.parametrize("run", named(("function",), {name: name for name in RUNS}))
 def test_a_gradient_of_an_earlier_window_is_not_forgotten(run: str, tmp_path: Path) -> None:
-    """Its momentum goes on after a restart as it does without one."""
+    """Its momentum continues after a restart as without one."""
     results = []
     for restarts in (False, True):
         step, variables = made(keras.optimizers.SGD(1.0, momentum=0.5), 1.0, None, every=1)
@@ -183,7 +183,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def test_slots_of_a_variable_without_gradient_are_kept_as_by_keras(
     name: str, place: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Beside one whose gradient is in the restored window alone: every variable of the optimizer is compared."""
+    """Another variable has a gradient only in the restored window; all variables of the optimizer are compared."""
     strategy, run = place
     with scope(strategy):
         before, _ = made(OPTIMIZERS[name](), 3.0, None)
@@ -204,7 +204,7 @@ def test_slots_of_a_variable_without_gradient_are_kept_as_by_keras(
 @pytest.mark.parametrize("run", ["eager", "function"])
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_gradient_on_the_second_replica_alone_is_one(restored: bool, run: str, tmp_path: Path) -> None:
-    """Of zeros, too, which a sum over the replicas does not show."""
+    """Even if it is all zeros, which a sum over the replicas would not show."""
 
     def step_of(chosen: bool) -> tuple[AccumulatedStep, list[Any]]:
         variables = [tf.Variable(1.0) for _ in range(3)]
@@ -249,7 +249,7 @@ def test_an_empty_accumulator_that_is_not_zero_is_no_gradient(name: str, run: st
 
 
 def test_an_empty_accumulator_is_in_no_norm_of_all_gradients(tmp_path: Path) -> None:
-    """The maximum over nothing, where the second variable has a gradient in the restored window alone."""
+    """The maximum of an empty window; the second variable has a gradient only in the restored window."""
     clipped = {"global_clipnorm": 5.0}
     before, _ = made(keras.optimizers.SGD(1.0, **clipped), 4.0, reduction=gc.reductions.max())
     before(ONE)
@@ -319,7 +319,7 @@ def test_where_all_variables_have_a_gradient_nothing_more_is_exchanged(
 
 @pytest.mark.parametrize("run", ["eager", "function"])
 def test_replicas_of_other_processes_decide_with_these(run: str) -> None:
-    """What a process knows while tracing, another may not: then nothing is taken as known."""
+    """Other processes may trace different functions, so the decision is not made while tracing."""
     with mirrored(2).scope():
         step, variables = made(keras.optimizers.SGD(1.0, weight_decay=0.5), 0.0)
         step._is_alone = False

@@ -1,4 +1,4 @@
-"""What the accumulated training step keeps: checkpoints, and windows that stay whole when a call is refused."""
+"""State of the accumulated training step: checkpoints, and windows that rejected calls leave intact."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_states_go_through_a_file(name: str, tmp_path: Path) -> None:
 
 
 def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any], begun: int) -> list[float]:
-    """The sums that a step applies which goes on with a window of so many microbatches, until all of eight are in."""
+    """The sums applied after restoring a window of `begun` microbatches, until all eight are in."""
 
     def made(settings: dict[str, Any]) -> tuple[AccumulatedStep, list[float]]:
         applied: list[float] = []
@@ -90,7 +90,7 @@ def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, An
 def test_a_checkpoint_of_another_length_loses_nothing(
     tmp_path: Path, before: int, begun: int, after: int, applied: list[float]
 ) -> None:
-    """A window as long as the new length, or longer, ends with the next microbatch; a shorter one goes on."""
+    """A window with at least as many microbatches as the new length ends with the next one; a shorter one continues."""
     assert saved_and_restored(tmp_path, {"every": before}, {"every": after}, begun) == applied
 
 
@@ -108,7 +108,7 @@ NUMBERED = {count: gc.reductions.numbered(gc.reductions.mean(), count) for count
     ],
 )
 def test_a_checkpoint_of_another_reduction_is_refused(tmp_path: Path, before: Any, after: Any, message: str) -> None:
-    """TensorFlow restores variables by their numbers alone, and a mean has those of a sum."""
+    """TensorFlow matches variables by their order only, in which a mean and a sum agree."""
     with pytest.raises(gc.GradCombineError, match=f"tf.train.Checkpoint.restore: {message}"):
         saved_and_restored(tmp_path, {"every": 8, "reduction": before}, {"every": 8, "reduction": after}, 3)
 

@@ -1,4 +1,4 @@
-"""Every strategy gives the bits of one list; what no window can span is refused, with nothing written."""
+"""Every strategy gives the bits of a plain list; unsupported uses raise and write nothing."""
 
 from __future__ import annotations
 

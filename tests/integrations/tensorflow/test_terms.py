@@ -1,4 +1,4 @@
-"""Losses of several denominators over variables: against sums in float64, and with the bits of the other frameworks."""
+"""Losses with several denominators: correct against float64, with the same bits as in the other frameworks."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def loss_over(w: Any, b: Any) -> Any:
 
 
 def data(parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Integers, in microbatches of two rows; half of the tokens count."""
+    """Integer data in microbatches of two rows; half of the tokens count."""
     rng = np.random.default_rng(parts)
     x = rng.integers(-8, 9, (parts, 2, 4)).astype(np.float32)
     return x, rng.permutation(np.arange(8 * parts) % 2).reshape(x.shape).astype(np.float32)
 
 
 def of_each(strategy: Any, rows: np.ndarray) -> Any:
-    """A row a replica, as a step under the strategy takes it."""
+    """One row per replica, as the argument of a step under the strategy."""
     if len(rows) == 1:
         return rows[0]
     return strategy.experimental_distribute_values_from_function(
@@ -109,7 +109,7 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
         "totals": totals,
     } | combined
 
-    # One row a microbatch, and parameters of its own for each term: a gradient is a product then, in any framework.
+    # One row per microbatch and separate parameters per term make each gradient a single product in any framework.
     def in_jax(w: Any, x: Any, y: Any, tokens: Any, pairs: Any) -> LossOutput:
         values = {"ce": jnp.sum(w[:1] * x), "preference": jnp.sum(w[1:] * y)}
         return LossOutput(values, {"tokens": tokens.sum(), "pairs": pairs.sum()})
