@@ -1,4 +1,4 @@
-"""The command itself, in a process of its own, as a user runs it."""
+"""The command line in a subprocess, as a user runs it."""
 
 import json
 import subprocess
@@ -98,7 +98,7 @@ def test_the_version() -> None:
 
 
 def test_the_help_leads_to_a_verb_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order in which users come to need them; each paragraph of a command's help is filled as one."""
+    """Commands are listed in the order in which users need them; paragraphs of help texts are reflowed."""
     monkeypatch.setenv("COLUMNS", "80")
     text = CliRunner().invoke(app, ["--help"]).stdout
     assert max(map(len, text.splitlines())) <= 80

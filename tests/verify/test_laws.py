@@ -1,4 +1,4 @@
-"""`check_reduction`: the library's own reductions pass; a law that is broken on purpose is named."""
+"""`check_reduction` passes the library's reductions and names each deliberately broken law."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAIR = {"numerator": np.zeros(2, np.float32), "denominator": np.float32(0)}
 
 
 def _of_ratios(reduction: gc.Reduction, made: Callable[[Any], Any]) -> gc.Reduction:
-    """Of arrays of any numbers, which are made denominators by squaring."""
+    """Makes ratios from arbitrary arrays, with squares as denominators."""
 
     def opened(x: Any) -> Any:
         return made(reductions.Ratio(x["numerator"], np.square(np.nan_to_num(x["denominator"]))))
@@ -59,7 +59,7 @@ def _of_ratios(reduction: gc.Reduction, made: Callable[[Any], Any]) -> gc.Reduct
 
 
 class _Placeholders(Wrapper):
-    """A microbatch may be counted once, and laws are checked with the same contribution several times."""
+    """Contributions numbered -1, which a ledger ignores: it counts a number only once, but the laws repeat them."""
 
     def update(self, state: Any, value: Any, weight: Any = 1) -> Any:
         return self.of.update(state, reductions.Numbered(value, -1), weight)
@@ -102,7 +102,7 @@ OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
 
 
 SLOW = ("measured", "numbered", "per_leaf", "differentiable", "ratios")
-"""Those that hold another reduction, which is checked on its own."""
+"""Wrappers of another reduction, which is checked separately."""
 
 
 @pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.full)])
@@ -118,7 +118,7 @@ def test_an_adaptive_sum_depends_on_the_grouping() -> None:
 
 
 def test_all_public_reductions_are_among_them() -> None:
-    """But those of rows, whose contributions are no arrays, and fed_back, whose windows begin with a residual."""
+    """Except row reductions, whose contributions are not arrays, and fed_back, whose windows start with a residual."""
     assert {*OBEYED, "adasum", "row_sum", "row_mean", "fed_back"} == {x for x in reductions.__all__ if x.islower()}
 
 
@@ -142,11 +142,11 @@ def _first(a: Any, b: Any) -> Any:
 
 
 TICKS = itertools.cycle(np.float32([0, 0, 1]))
-"""What a pure function would not look at."""
+"""State outside the function, which a pure function would not read."""
 
 
 def _shortcut(**changed: Any) -> gc.Reduction:
-    """A sum whose faster ways are wrong."""
+    """A sum whose shortcuts are wrong."""
     methods = {name: staticmethod(method) for name, method in changed.items()}
     return type("Wrong", (Wrapper,), methods)(_summed())
 
@@ -199,7 +199,7 @@ def test_the_law_that_breaks_is_named_with_the_smallest_contributions(broken: An
 
 
 def _counted(**changed: Any) -> gc.Reduction:
-    """A sum that counts its contributions as well."""
+    """A sum that also counts its contributions."""
     functions: dict[str, Any] = {
         "init": lambda like: {"value": np.zeros_like(like), "count": np.int32(0)},
         "update": lambda s, x, w: {"value": s["value"] + w * x, "count": np.int32(s["count"] + 1)},

@@ -1,4 +1,4 @@
-"""Distances in ulp, against the enumeration of all half floats and against exact steps."""
+"""Distances in ulp against the enumeration of all float16 values and against exact steps."""
 
 from bisect import bisect_left
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Steps with a known defect, and their clean twins, for any devices."""
+"""Steps with a known defect and their defect-free twins, for any devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcombine.integrations.jax import train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate
 
 K, ROWS, WIDTH, LAYERS = 4, 256, 64, 3
-"""Microbatches, rows of all of them on all devices, and a square layer's width."""
+"""Number of microbatches, rows in the global batch, width of a square layer, and number of layers."""
 
 
 Devices = Sequence[Any]
@@ -50,7 +50,7 @@ def params(mesh: Mesh, where: P = WHOLE, dtype: Any = jnp.float32) -> list[jax.S
 
 
 def scanned(gradient: Callable[..., Any], dtype: Any = jnp.float32, after: Callable[..., Any] = lambda g: g) -> Any:
-    """A window in one call: gradients added over microbatches, then a step of gradient descent."""
+    """A window in one call: accumulates gradients over microbatches, then takes a step of gradient descent."""
 
     def step(params: Any, batch: Any) -> Any:
         def body(sums: Any, x: Any) -> Any:
@@ -72,7 +72,7 @@ def mapped(function: Callable[..., Any], mesh: Mesh) -> Any:
 
 
 class Case(NamedTuple):
-    """A jitted step with its arguments."""
+    """A jitted step and its arguments."""
 
     step: Any
     args: tuple[Any, ...]
@@ -94,7 +94,7 @@ def reduced_in_shard_map(devices: Devices, defect: bool) -> Case:
 
 
 def reduced_with_a_metric(devices: Devices, defect: bool) -> Case:
-    """A norm of each microbatch's own gradient needs the exchange in the loop."""
+    """Clipping each microbatch's gradient by its norm needs the all-reduce in the loop."""
 
     def clipped(w: Any, x: Any) -> Any:
         grads = mean(jax.grad(loss)(w, x))
@@ -105,7 +105,7 @@ def reduced_with_a_metric(devices: Devices, defect: bool) -> Case:
 
 
 def reduced_beside_a_loss(devices: Devices, defect: bool) -> Case:
-    """XLA joins the exchange of gradients with that of a loss, which is stacked; a norm of the exchanged needs both."""
+    """XLA merges the all-reduces of gradients and stacked loss; a norm of the reduced gradients needs both."""
 
     def step(params: Any, batch: Any) -> Any:
         def body(sums: Any, x: Any) -> Any:
@@ -120,7 +120,7 @@ def reduced_beside_a_loss(devices: Devices, defect: bool) -> Case:
 
 
 def reduced_by_explicit_axes(devices: Devices, defect: bool) -> Case:
-    """Gradients of parameters that are not marked as reduced later are reduced where they arise."""
+    """Gradients are reduced where they arise unless their parameters are marked for a later reduction."""
     mesh = data(devices, AxisType.Explicit)
 
     def at(where: P) -> NamedSharding:
@@ -144,7 +144,7 @@ def reduced_by_explicit_axes(devices: Devices, defect: bool) -> Case:
 
 
 def reduced_in_nested_scans(devices: Devices, defect: bool) -> Case:
-    """Layers in a scan of their own, inside of the scan over microbatches."""
+    """A scan over layers inside the scan over microbatches."""
     mesh = data(devices)
 
     def deep(w: Any, x: Any) -> Any:
@@ -164,7 +164,7 @@ def reduced_in_nested_scans(devices: Devices, defect: bool) -> Case:
 
 
 def reduced_in_steps(devices: Devices, defect: bool) -> Case:
-    """A scan over whole steps has to exchange in each: the next one reads the parameters."""
+    """A scan over full training steps has to reduce in each step, since the next one reads the parameters."""
 
     def step(params: Any, batch: Any) -> Any:
         def body(carry: Any, x: Any) -> Any:
@@ -182,14 +182,14 @@ def reduced_in_steps(devices: Devices, defect: bool) -> Case:
 
 
 def gathered(devices: Devices, defect: bool) -> Case:
-    """Microbatches that are cut across the devices' rows, or of each device's own."""
+    """Microbatches cut across the devices' rows need a gather; those made of each device's rows do not."""
     if not defect:
         return on_replicas(scanned(jax.grad(loss), after=mean), devices)
     return window(scanned(jax.grad(loss)), data(devices))
 
 
 def repeated_over_model(devices: Devices, defect: bool) -> Case:
-    """Parameters that the second axis of a mesh does not split are computed with by all along it."""
+    """Replicating the parameters over the second mesh axis repeats the computation along that axis."""
     mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
     where = P() if defect else P(None, "model")
 
@@ -251,7 +251,7 @@ def logged_in_every_layer(devices: Devices, defect: bool) -> Case:
 
 
 def exchanged_leaf_by_leaf(devices: Devices, defect: bool) -> Case:
-    """As programs do whose order is fixed by hand, so that XLA cannot make one exchange of them."""
+    """As in programs with a hand-written order, so that XLA cannot merge the collectives."""
 
     def step(biases: Any, batch: Any) -> Any:
         grads = [jnp.sum(batch, 0) * (i + 1) for i in range(len(biases))]
@@ -279,7 +279,7 @@ def until_converged(devices: Devices, defect: bool) -> Case:
 
 
 def decided_by_select(devices: Devices, defect: bool) -> Case:
-    """What XLA makes of a conditional on GPUs; and a select that the gradients themselves decide."""
+    """A select as XLA makes of a conditional on GPUs, and a select on the gradients themselves."""
     adam = optax.adam(1e-3)
 
     def step(state: Any, params: Any, grads: Any) -> Any:
@@ -304,7 +304,7 @@ CLEARED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "to zeros, before": lambda n, a, g: jnp.where(n % K == 0, jnp.zeros_like(a), a) + g,
     "to zeros, behind": lambda n, a, g: jnp.where((n + 1) % K == 0, jnp.zeros_like(a), a + g),
 }
-"""Ways to clear an accumulator, by the number of microbatches that it holds, what it held, and a gradient."""
+"""Functions ``(microbatches held, accumulator, gradient) -> accumulator`` that clear the accumulator."""
 
 
 def cleared(of: Callable[[Any, Any, Any], Any], donated: bool) -> Case:
@@ -317,7 +317,7 @@ def cleared(of: Callable[[Any, Any, Any], Any], donated: bool) -> Case:
 
 
 def decided_or_cleared(devices: Devices, defect: bool) -> Case:
-    """Without donation nothing tells which arguments are a state: a gradient may as well be kept."""
+    """Without donation, state arguments cannot be told from gradients."""
 
     def root(n: Any, a: Any, g: Any) -> Any:
         return jnp.where(n % 2 == 0, a, a - g / jnp.sqrt(g * g + 1e-8))
@@ -336,12 +336,12 @@ def transformed(tx: Any) -> Case:
 
 
 def accumulated_by_optax(devices: Devices, defect: bool) -> Case:
-    """It computes every update, and keeps what it had before by ``where``; without it, every update counts."""
+    """MultiSteps computes every update and discards most of them by ``where``; plain Adam uses every update."""
     return transformed(optax.MultiSteps(optax.adam(1e-3), K) if defect else optax.adam(1e-3))
 
 
 def read_after_the_loop(devices: Devices, defect: bool) -> Case:
-    """A donated argument that a loop changes, and that is still needed behind it."""
+    """A loop updates a donated argument whose old value is still needed after the loop."""
 
     def step(w: Any, x: Any) -> Any:
         after = jax.lax.fori_loop(0, K, lambda _, w: w + jnp.roll(w, 1, 0) * x, w)
@@ -358,9 +358,9 @@ def pmapped(devices: Devices, defect: bool) -> Case:
 
 
 def reshaped_and_constrained(devices: Devices, defect: bool) -> Case:
-    """As MaxText accumulates: the batch as microbatches in a scan, sums of losses and weights, one division after it.
+    """Accumulation as in MaxText: a scan over microbatches sums losses and weights, with one division at the end.
 
-    The constraint keeps each microbatch on all devices; where the sums are formed is the compiler's choice.
+    The constraint shards each microbatch over all devices; the compiler places the reductions.
     """
     mesh = data(devices)
 
@@ -390,7 +390,7 @@ def reshaped_and_constrained(devices: Devices, defect: bool) -> Case:
 
 
 def in_each_call(devices: Devices, defect: bool, by_compiler: bool) -> Case:
-    """A call is a microbatch, as in optax' documentation, or a step; the compiler or pmean averages its gradients."""
+    """Each call is a microbatch, as in optax's documentation, or a full step; the compiler or pmean averages."""
     mesh, adam = data(devices), optax.adam(1e-3)
     chosen: Any = optax.MultiSteps(adam, K) if defect else adam
 
@@ -419,11 +419,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
     "clipped by what is exchanged": (lambda grads: clip(mean(grads)), lambda sums: sums, False),
     "clipped before": (lambda grads: mean(clip(grads)), lambda sums: sums, True),
 }
-"""What is made of a microbatch's gradients, what of a window's, and whether the exchange could wait."""
+"""Function of a microbatch's gradients, function of the window's sums, whether the all-reduce could be deferred."""
 
 
 def window_over_calls(devices: Devices, each: Callable[..., Any], whole: Callable[..., Any], by_branch: bool) -> Case:
-    """A window that a counter ends, by a branch or by selects."""
+    """A window over calls that a counter ends, by a branch or by selects."""
     mesh = data(devices)
 
     def step(state: Any, params: Any, batch: Any) -> Any:
@@ -473,7 +473,7 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
     "decided, or cleared": (decided_or_cleared, {"optimizer-every-microbatch"}),
 }
-"""How each is made, and what is found in the one with the defect; nothing is in its twin."""
+"""Each step's factory and the findings expected with the defect; the twin has none."""
 
 
 def library_step(mesh: Mesh, **settings: Any) -> Case:

@@ -1,4 +1,4 @@
-"""The command of an audit: what it takes, what it says of bad input, and its exit statuses."""
+"""The command `gradcombine audit`: inputs, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ step = tf.function(lambda: tf.print("it runs"))
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module of steps, as the working directory."""
+    """Changes the working directory to a folder with a module of steps."""
     (tmp_path / "steps.py").write_text(STEPS)
     (tmp_path / "graphs.py").write_text(GRAPHS)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
@@ -172,7 +172,7 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
     assert max(map(len, done.output.splitlines())) <= 80
     last = done.output.splitlines()[-1]
     assert ("clean" in last) is (status == 0 and len(arguments) == 1)
-    # A compiled program is read as a whole.
+    # A compiled program is read completely.
     assert "cannot tell" not in done.output
 
 
@@ -245,7 +245,7 @@ def test_a_compiler_that_is_not_here_is_named_with_its_command(
 
 
 def test_a_baseline(here: Path) -> None:
-    """What was there before does not fail; what is new or costs more does; other programs cannot be compared."""
+    """Known findings pass; new or more expensive ones fail; different programs cannot be compared."""
     assert run("steps:until", "--json", "before.json").exit_code == 1
     done = run("steps:until", "--baseline", "before.json", "--html", "page.html")
     assert (done.exit_code, done.output.splitlines()[-1]) == (0, "no worse than before")
@@ -261,21 +261,21 @@ def test_a_baseline(here: Path) -> None:
         (here / "less.json").write_text(json.dumps(before | {"programs": [program | change]}))
         done = run("steps:until", "--baseline", "less.json")
         assert done.exit_code == 1 and words in done.output, done.output
-    # What cannot be compared is written all the same.
+    # The report is written even if it cannot be compared.
     done = run("steps:clean", "--baseline", "before.json", "--json", "now.json")
     assert done.exit_code == 2 and "a baseline of jit__lambda" in done.stderr
     assert json.loads((here / "now.json").read_text())["programs"][0]["name"] == "jit__lambda"
 
 
 def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None:
-    """As those of a folder: a small one does not stand for the large one behind it."""
+    """E.g. in a folder: a small program does not hide a larger one of the same name."""
     import jax
     import jax.numpy as jnp
 
     for i, n in enumerate((64, 128)):
         text = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((n, n), jnp.float32)).compile().as_text()
         (here / f"module_{i}.cpu_after_optimizations.txt").write_text(text or "")
-    # HLO alone does not tell what is donated.
+    # HLO alone does not show which arguments are donated.
     assert run(".", "--json", "before.json").exit_code == 2
     assert run(".", "--fail-on", "narrow-accumulator").exit_code == 0
     assert run(".", "--baseline", "before.json").exit_code == 0
@@ -311,7 +311,7 @@ def test_files_of_other_tools(here: Path) -> None:
     (here / "module_0.jit_f.cpu_after_optimizations-buffer-assignment.txt").write_text("no HLO")
     assert run(str(here), "--target", "h100:8").exit_code == 1
     (one,) = audit_file(here / "module_1.jit_f.cpu_after_optimizations.txt", "h100:8")
-    # What is beside the loop, and one turn of it.
+    # The operations outside the loop and one iteration of it.
     product, values = 2 * 64**3, 4 * 64**2
     assert one.flops == {32: product}
     assert [x.name for x in one.findings] == ["unknown-trip-count"]
@@ -367,9 +367,9 @@ def test_the_command_of_a_graph(here: Path, name: str, status: int, words: str) 
         (one,) = json.loads((here / "found.json").read_text())["programs"]
         assert (one["moved"], one["flops"], one["temporary"]) == (None, None, None)
         assert len(one["looked_for"]) == 7 and len(one["undecided"]) == 4 and one["unread"]
-        # The defects that were looked for are judged by themselves.
+        # Only the defects that were looked for can fail.
         judged = run(f"graphs:{name}", "--fail-on", ",".join(one["looked_for"]))
         assert judged.exit_code == (name == "until"), judged.output
-        # The name is the same however often the function was traced.
+        # The name does not depend on how often the function was traced.
         again = run(f"graphs:{name}", "--baseline", "found.json")
         assert again.exit_code == 0, again.output

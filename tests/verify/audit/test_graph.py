@@ -1,4 +1,4 @@
-"""Graphs of TensorFlow: their collectives and loops are counted, and each defect is found but in its clean twin."""
+"""TensorFlow graphs: collectives and loops are counted; each defect is found, and nothing in its defect-free twin."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Traced = tuple[Any, tuple[Any, ...]]
 
 @cache
 def strategy() -> tf.distribute.Strategy:
-    """Two replicas, which exchange as they do between GPUs."""
+    """Two replicas that use the same collectives as GPUs."""
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 @cache
 def variables() -> dict[str, Any]:
-    """One on each replica."""
+    """Variables with one copy per replica."""
     types = {"w": tf.float32, "sums": tf.float32, "narrow": tf.float16}
     with strategy().scope():
         made = {name: tf.Variable(tf.zeros([WIDTH, WIDTH], dtype), name=name) for name, dtype in types.items()}
@@ -53,7 +53,7 @@ def gradient(x: Any) -> Any:
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-    """On each replica; what the first one gives."""
+    """Runs the function on each replica; returns the first replica's result."""
     made = strategy().run(function, args=args)
     return tf.nest.map_structure(lambda x: strategy().experimental_local_results(x)[0], made)
 
@@ -74,7 +74,7 @@ def in_a_loop(defect: bool) -> Traced:
 
 
 def in_nested_functions(defect: bool) -> Traced:
-    """A loop in a branch, in a function, in a loop."""
+    """A loop in a branch in a function in a loop."""
 
     @tf.function
     def inner(x: Any, total: Any) -> Any:
@@ -95,7 +95,7 @@ def in_nested_functions(defect: bool) -> Traced:
 
 
 def in_each_call(defect: bool) -> Traced:
-    """A call is a microbatch, and a counter says when a window is full."""
+    """Each call is a microbatch; a counter ends the window."""
     sums, calls = variable("sums"), variable("calls")
 
     @tf.function
@@ -113,7 +113,7 @@ def in_each_call(defect: bool) -> Traced:
 
 
 def unrolled(defect: bool) -> Traced:
-    """Microbatches one after another; what a norm is taken of has to be exchanged."""
+    """Unrolled microbatches; gradients whose norm is taken have to be reduced."""
 
     def step(x: Any) -> None:
         grads = [mean(gradient(x * float(i + 1))) for i in range(4)]
@@ -125,7 +125,7 @@ def unrolled(defect: bool) -> Traced:
 
 
 def beside_a_loss(defect: bool) -> Traced:
-    """A strategy joins what is exchanged together; a loop stacks one part of it, and adds up the other."""
+    """The strategy fuses tensors reduced together; the loop stacks some of the results and sums the others."""
 
     @tf.function
     def step(x: Any) -> Any:
@@ -203,7 +203,7 @@ def by_selects(defect: bool) -> Traced:
 
 
 def by_branches(defect: bool) -> Traced:
-    """What a branch hands on was computed whether it is taken or not; what it computes was not."""
+    """Inputs of a branch are computed even if it is not taken; operations inside it are not."""
     w, calls = variable("w"), variable("calls")
 
     def step(x: Any) -> None:
@@ -251,18 +251,18 @@ def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> Non
 
 
 def test_what_is_exchanged_is_counted_where_it_stands() -> None:
-    """Of two replicas in one graph, what one of them sends; in loops around, as often as they turn."""
+    """Bytes are those that one of the replicas sends, times the iterations of all enclosing loops."""
     step, args = in_nested_functions(True)
     found = audit(step, *args)
     (exchange,) = found.exchanges
     size = 4 * WIDTH * WIDTH
     assert (exchange.kind, exchange.operand, exchange.result, exchange.exact) == ("all-reduce", size, size, True)
     assert (exchange.members, [loop.trips for loop in exchange.loops], exchange.times) == (2, [5, 3], 15)
-    assert found.sent == 15 * size  # 2 (n - 1) / n of two devices
+    assert found.sent == 15 * size  # 2 (n - 1) / n for n = 2 devices
     assert found.program.devices == 2
     assert __file__ in found.program.source(exchange.x)
     (finding,) = found.findings
-    # The outer of the loops would do with one.
+    # Outside the outer loop it would run 3 times instead of 15.
     assert (finding.times, finding.sent) == (15, 12 * size)
     assert found.memory is None and found.turns is None and found.bounds["memory"].seconds is None
     assert any("donation-lost" in text for text in found.unread)
@@ -278,7 +278,7 @@ def test_sums_of_what_lies_on_several_devices_are_exchanges() -> None:
 
     with replicas.scope():
         w = tf.Variable(tf.zeros([ROWS, WIDTH]))
-    # What is read of a variable lies where the variable does.
+    # The value read from a variable is on the variable's devices.
     for function in (doubled, lambda x: mean(w.read_value())):
         step = tf.function(lambda x, f: replicas.run(f, args=(x,)))
         (exchange,) = audit(step, X, function).exchanges
@@ -328,7 +328,7 @@ def test_a_length_that_is_not_known_is_no_size() -> None:
 
 
 def test_collectives_of_one_process_of_many() -> None:
-    """As MultiWorkerMirroredStrategy traces them: a graph for each process, which tells the others by their number."""
+    """As MultiWorkerMirroredStrategy traces them: one graph per process, which knows only the size of each group."""
     four = {"group_size": 4, "group_key": 1, "merge_op": "Add", "final_op": "Id", "ordering_token": []}
     size = 4 * ROWS * WIDTH
 
@@ -350,7 +350,7 @@ def test_collectives_of_one_process_of_many() -> None:
     assert [x.kind for x in found.exchanges] == [*kinds, "all-reduce"]
     assert [len(x.groups[0]) if x.groups else None for x in found.exchanges] == [4, 4, 2, 2, 2, 8, None]
     assert found.exchanges[0].sent() == 1.5 * size
-    # The last one exchanges what the first one does, but nobody knows with whom.
+    # The last collective reduces the same value as the first, but its group is unknown.
     assert "the group of 1 collective" in found.unread and "repeated-collective" in found.undecided
     assert found.findings == []
 

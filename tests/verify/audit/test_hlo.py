@@ -1,4 +1,4 @@
-"""The reader of HLO, on the forms that XLA prints for CPU, GPU and TPU."""
+"""The HLO reader on programs as XLA prints them for CPU, GPU and TPU."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ ENTRY %main (f: pred[], x: bf16[8,128]) -> bf16[8,128] {
   ROOT %out = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
 }
 """
-"""A branch that is a loop of one turn or none, for a TPU."""
+"""A branch written as a loop of at most one iteration, for a TPU."""
 
 
 def test_a_loop_that_is_a_branch() -> None:
@@ -206,7 +206,7 @@ def read(path: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["text", "module", "dump"])
 def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
-    """Whole ones are read alike; cut off, none passes."""
+    """Complete files of all types give the same program; truncated ones raise."""
     proto = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     size, prefix = len(proto), b"\x0a"
     while size > 127:
@@ -215,7 +215,7 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     assert [str(shape) for shape in Program(read(path)).results] == ["f32[4]"]
-    # What ends with a whole field of a proto cannot be told from a whole one: the last field takes two bytes or more.
+    # A proto cut at a field boundary is valid, so cut within the last field, which takes at least two bytes.
     for length in (0, 3, len(content) // 2, len(content) - (5 if kind == "text" else 1)):
         path.write_bytes(content[:length])
         with pytest.raises(GradCombineError, match="expected HLO that the installed jaxlib reads"):
@@ -223,11 +223,11 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
-    """A parameter of a number that is not there ends the process in which XLA reads it, which is not this one."""
-    whole = compiled.as_text()
-    (path := tmp_path / "x").write_text(whole.replace("parameter(0)", "parameter(9)"))
+    """An invalid parameter number aborts the process that parses the file, which is a subprocess."""
+    text = compiled.as_text()
+    (path := tmp_path / "x").write_text(text.replace("parameter(0)", "parameter(9)"))
     for _ in range(2):
         with pytest.raises(GradCombineError, match=r"XLA's parser ended with status"):
             read(path)
-    path.write_text(whole)
+    path.write_text(text)
     assert "sine" in read(path)

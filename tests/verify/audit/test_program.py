@@ -1,4 +1,4 @@
-"""What is counted in a program, and which devices are found to hold the same, against numbers worked out by hand."""
+"""Costs counted in a program, and the devices that hold equal values, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def program(body: str, before: str = "") -> Program:
 
 
 def classes(found: Program) -> dict[str, int]:
-    """How many different values devices hold of each array."""
+    """Number of distinct values of each array over the devices."""
     flow = Flow(found)
     return {place.x.name: flow.equality.classes(node) for node, place in enumerate(flow.places)}
 
@@ -52,14 +52,14 @@ COLUMNS = "%columns = f32[4] parameter(1), sharding={devices=[2,4]<=[4,2]T(1,0) 
         ("%p = u32[] partition-id()", 8),
         (f"{ROWS}\n{COLUMNS}\n%both = f32[4] add(%rows, %columns)", 8),
         (f"{ROWS}\n%twice = f32[4] multiply(%rows, %rows)", 4),
-        # Devices 2 i and 2 i + 1 hold row i: sums over the even and over the odd ones are the same.
+        # Devices 2 i and 2 i + 1 hold row i: the sums over even and over odd devices are equal.
         (f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}, to_apply=%add", 1),
         (f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, to_apply=%add", 2),
         (
             f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}, to_apply=%add",
             4,
         ),
-        # In another order the same rows are another array, but the same sum.
+        # The same rows in another order are a different array but have the same sum.
         (f"{ROWS}\n%g = f32[8] all-gather(%rows), replica_groups={MIXED}, dimensions={{0}}", 3),
         (
             f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={MIXED}, to_apply=%add",
@@ -109,7 +109,7 @@ def test_a_loop_makes_different_what_it_adds_to() -> None:
     )
     held = classes(found)
     assert (held["count"], held["added"], held["zeros"], held["b"], held["lt"]) == (1, 4, 1, 4, 1)
-    # A turn reads and writes 4 bytes of index and 16 of each array; a comparison reads what it asks, outside of it.
+    # An iteration reads and writes 4 bytes of index and 16 of each array; the condition's reads are counted apart.
     moved = {
         name: sum(found.traffic(of, x) for of, x, _ in found.executed() if x.name == name) for name in ("sum", "next")
     }
@@ -137,7 +137,7 @@ def test_a_loop_makes_different_what_it_adds_to() -> None:
     ],
 )
 def test_what_a_collective_sends(line: str, sent: Fraction, away: Fraction) -> None:
-    """Over 8 devices, 4 to a host."""
+    """With 8 devices, 4 per host."""
     result = {"all-gather": "f32[8192]", "reduce-scatter": "f32[128]"}.get(line.split("(")[0], "f32[1024]")
     found = program(f"%p = f32[1024] parameter(0)\nROOT %x = {result} {line}")
     (exchange,) = found.exchanges
@@ -151,7 +151,7 @@ def test_what_a_collective_sends(line: str, sent: Fraction, away: Fraction) -> N
          "lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 8 * 4 * 16),
         ("%a = f32[2,8,16] parameter(0)\n%b = f32[2,16,4] parameter(1)\nROOT %x = f32[2,8,4] dot(%a, %b), "
          "lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}", 4 * 8 * 4 * 16),
-        # Five outputs in each direction of 9 taps of 3 features, for 7 features.
+        # 5 x 5 outputs with 7 features, each from 3 x 3 taps of 3 features.
         ("%a = f32[1,7,7,3] parameter(0)\n%b = f32[3,3,3,7] parameter(1)\nROOT %x = f32[1,5,5,7] convolution(%a, %b), "
          "window={size=3x3}, dim_labels=b01f_01io->b01f", 2 * 25 * 7 * 27),
         ("%a = f32[8,16] parameter(0)\nROOT %x = f32[8,16] tanh(%a)", 0),
@@ -185,15 +185,15 @@ def test_a_fusion_moves_the_rows_that_it_uses() -> None:
         FUSED,
     )
     (moved,) = (found.traffic(of, x) for of, x, _ in found.executed() if x.opcode == "fusion")
-    # A row is read, another one beside it with an index, and a row is written.
+    # Reads a row, an update row and an index; writes a row.
     assert moved == 256 + 256 + 4 + 256
 
 
 def test_values_that_devices_pass_round_in_a_loop_are_told_apart() -> None:
-    """Each turn moves what a device holds to the next one: after some, all may hold what any began with."""
+    """Each iteration passes a device's value to the next device, so a device may hold any of the initial values."""
     ring = ",".join(f"{{{i},{(i + 1) % 8}}}" for i in range(8))
-    turn = f"%sum = f32[4] collective-permute(%a), source_target_pairs={{{ring}}}"
-    body = LOOP.replace("%sum = f32[4] add(%a, %b)", turn)
+    permute = f"%sum = f32[4] collective-permute(%a), source_target_pairs={{{ring}}}"
+    body = LOOP.replace("%sum = f32[4] add(%a, %b)", permute)
     found = program(
         f"""{ROWS}
         %zero = s32[] constant(0)
@@ -226,7 +226,7 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 
 
 def test_a_collective_without_a_line_has_that_of_what_takes_its_result() -> None:
-    """XLA gives none to what it joins of several."""
+    """XLA gives no source line to a collective that it merged from several."""
     program = Program(JOINED)
     (exchange,) = program.exchanges
     assert program.source(exchange.x) == "step.py:7"
@@ -234,7 +234,7 @@ def test_a_collective_without_a_line_has_that_of_what_takes_its_result() -> None
 
 @pytest.mark.needs("flax", "equinox")
 def test_a_step_that_a_library_has_wrapped() -> None:
-    """Their stages stand for JAX's own; what is donated is told."""
+    """Lowered and compiled stages of the libraries work like JAX's; donation is known."""
     import equinox
     from flax import nnx
 
@@ -264,7 +264,7 @@ GPU = ', backend_config={"operation_queue_id":"0"}'
     ids=["side by side", "each of what the one before gave", "side by side, for CPUs"],
 )
 def test_small_sums(chained: bool, machine: str, found: list[str]) -> None:
-    """Those that wait for each other, through a fusion, cannot be joined; those on CPUs XLA never joins."""
+    """All-reduces that depend on each other, even through a fusion, cannot be merged; on CPU, XLA never merges."""
     lines = ["%p = f32[64] parameter(0), sharding={devices=[8]<=[8]}"]
     for i in range(MANY):
         taken = f"%g{i - 1}" if chained and i else "%p"
@@ -301,7 +301,7 @@ def test_a_loop_of_unknown_length_turns_at_least_twice(count: int, found: bool) 
 }}
 
 """
-    whole = f"""%init = {of} parameter(0)
+    main = f"""%init = {of} parameter(0)
     %loop = {of} while(%init), condition=%cond, body=%body
     ROOT %out = f32[256] get-tuple-element(%loop), index=1"""
-    assert ("many-small-collectives" in {x.name for x in find(program(whole, loop))}) is found
+    assert ("many-small-collectives" in {x.name for x in find(program(main, loop))}) is found

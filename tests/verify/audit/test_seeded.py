@@ -1,4 +1,4 @@
-"""Each seeded defect is found under its name, and nothing in its clean twin, nor in our own steps."""
+"""Each seeded defect is found under its name; its defect-free twin and the library's steps have no findings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_our_own_steps_are_clean(name: str) -> None:
 
 
 def test_hlo_that_does_not_tell_how_arguments_are_split(tmp_path: Path) -> None:
-    """As XLA of JAX 0.12 writes it; a compiled step knows it nevertheless."""
+    """As written by the XLA of JAX 0.12; a compiled step still has the information."""
     case = CASES["batch gathered"][0](jax.devices(), True)
     compiled = case.step.lower(*case.args).compile()
     text = re.sub(r", sharding=\{.*?\}(?=,|$| )", "", compiled.as_text())

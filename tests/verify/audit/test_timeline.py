@@ -1,4 +1,4 @@
-"""The drawing of one call, against widths worked out by hand, and the page that holds it."""
+"""The timeline of one call against widths worked out by hand, and the page that contains it."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def step(tmp_path: Path) -> Audit:
 def test_where_nothing_is_published_widths_are_bytes(step: Audit) -> None:
     drawing = timeline(step)
     assert drawing is not None
-    # A product of two arrays, then in a turn an exchange, which reads and writes one, and a sum of two.
+    # A product of two arrays; then, per iteration, an all-reduce, which reads and writes one array, and a sum of two.
     product, exchange, total = 3 * SIZE, 2 * SIZE + SENT, 3 * SIZE + 2 * SIZE + SENT + 3 * SIZE
     (band,) = drawing.bands
     assert band.label == "x 5" and band.words.startswith("a loop of 5 iterations")
     assert [band.start, band.width] == pytest.approx([float(product / total), float(1 - product / total)])
     assert [mark.at for mark in drawing.marks] == pytest.approx([float((product + exchange / 2) / total)])
     assert drawing.marks[0].words == "1: all-reduce of 16.0 KiB over 8 devices, 5 times in a call"
-    # Areas are the parts of all bytes; the one product is as high as the lane.
+    # Areas are fractions of all bytes; the single product has the full height of its lane.
     areas = {name: sum(heights) / BINS for name, heights in drawing.lanes.items()}
     expected = {"compute": product, "memory": total - SENT, "exchange": SENT}
     assert areas == pytest.approx({name: float(part / total) for name, part in expected.items()})
@@ -81,7 +81,7 @@ def test_widths_are_times_at_the_bound_where_rates_are_published(tmp_path: Path)
     memory, link = Fraction(3_350_000_000_000), Fraction(450_000_000_000)
     times = [3 * SIZE / memory, max(2 * SIZE / memory, SENT / link), 3 * SIZE / memory]
     assert drawing.bands[0].start == pytest.approx(float(times[0] / sum(times)))
-    # The exchange is longer than what it moves.
+    # The all-reduce takes longer than its memory traffic.
     assert sum(drawing.lanes["exchange"]) / BINS == pytest.approx(float(times[1] / sum(times)))
     assert drawing.length == f"{float(sum(times)) * 1e9:.3g} ns"
 

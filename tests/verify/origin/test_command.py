@@ -1,4 +1,4 @@
-"""`gradcombine explain` as it is called."""
+"""The command `gradcombine explain`."""
 
 from __future__ import annotations
 

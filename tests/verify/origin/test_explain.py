@@ -1,4 +1,4 @@
-"""Every candidate is found again from its result, and so are the frameworks' own results."""
+"""Every candidate is recovered from its result, and so are results of the frameworks themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANKS = (2, 3, 4, 6)
 
 
 def is_found_again(trees: Sequence[Any], weights: Any, every: int) -> None:
-    """A candidate is among the matches of its own result, and all matches do give that result."""
+    """Asserts that each candidate is among the matches of its result, and that all matches give that result."""
     tried = list(candidates(trees, weights, RANKS))
     assert len({str(candidate) for candidate in tried}) == len(tried)
     results = {str(candidate): candidate.run() for candidate in tried}
@@ -55,13 +55,13 @@ def test_candidates_are_found_again(count: int, weighted: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize(("count", "every"), [(2, 10_000), (5, 10_000), (6, 60)], ids=["2", "5", "6"])
 def test_every_candidate_is_found_again(count: int, every: int, weighted: bool) -> None:
-    """Of 6, which have most candidates, a part of them."""
+    """For six trees, which have the most candidates, a sample of them."""
     trees = [{"kernel": tree["kernel"][:7], "bias": tree["bias"]} for tree in TREES[:count]]
     is_found_again(trees, WEIGHTS[:count] if weighted else None, every)
 
 
 def test_few_candidates_give_the_same_result() -> None:
-    """The orders and scalings are told apart: otherwise an explanation would say nothing."""
+    """Orders and scalings can be distinguished; otherwise an explanation would be meaningless."""
     made = [candidate.run() for candidate in candidates(TREES[:6], WEIGHTS[:6], RANKS)]
     results = [b"".join(x[leaf].astype(np.float64).tobytes() for leaf in ("kernel", "bias")) for x in made]
     assert len(set(results)) > 0.7 * len(results)
@@ -101,7 +101,7 @@ def scan_in_bfloat16() -> Any:
 
 
 def mean_of_reciprocals() -> Any:
-    """As a training loop that scales each microbatch's loss by 1 / k."""
+    """As in a training loop that scales each microbatch's loss by 1 / k."""
     return sum(jnp.asarray(g) * np.float32(1 / 12) for g in one("kernel"))
 
 
@@ -140,7 +140,7 @@ def test_what_no_order_gives_is_said_with_the_nearest() -> None:
 
 
 def test_the_sign_of_a_zero_counts() -> None:
-    """A chain that starts from +0 loses it, and no candidate does."""
+    """A chain that starts from +0 loses the sign of -0; candidates do not."""
     zeros = [np.float32([-0.0, 1]), np.float32([-0.0, 2])]
     assert explain(zeros, np.float32([-0.0, 3])).matches
     assert not explain(zeros, np.float32([0.0, 3])).matches[:1] or "exact" in str(explain(zeros, np.float32([0.0, 3])))
@@ -155,7 +155,7 @@ def test_a_narrower_result_is_compared_as_such() -> None:
 
 
 def chain_of(trees: Sequence[Any], wide: Any) -> Any:
-    """Added one after another in this dtype, and rounded once."""
+    """Adds the trees sequentially in the dtype `wide` and rounds once."""
     total = trees[0].astype(wide)
     for x in trees[1:]:
         total = total + x.astype(wide)
@@ -226,7 +226,7 @@ def test_bad_input_is_named(arguments: Any, message: str) -> None:
 
 @pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
 def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:
-    """Products with integers are not rounded, those with floats are: each is found by the weights that made it."""
+    """Products with integers are exact, products with floats are rounded: each result matches only its weights."""
     weights = [kind(w) for w in WEIGHTS]
     others = [float(w) if kind is not float else int(w) for w in weights]
     result = gc.combine(gc.reductions.sum("exact"), one("kernel"), weights)

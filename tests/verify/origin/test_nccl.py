@@ -1,4 +1,4 @@
-"""The orders of PyTorch's processes, against what NCCL's chunks are by hand, and sums in fractions."""
+"""Reduction orders of PyTorch's process groups against NCCL's chunks worked out by hand and sums of fractions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parts(ranks: int, dtype: Any = np.float32, size: int = 700) -> list[dict[str
 
 
 def rounded(value: Fraction, like: Any) -> Fraction:
-    """To the nearest number of a dtype, by exact distances; the significand's last bit decides a tie."""
+    """Rounds to nearest, ties to even, by exact distances."""
     near = like.type(float(value))
     around = [near, np.nextafter(near, like.type(np.inf)), np.nextafter(near, like.type(-np.inf))]
     best = min(around, key=lambda x: (abs(Fraction(float(x)) - value), int(x.view(f"u{like.itemsize}")) & 1))
@@ -28,7 +28,7 @@ def rounded(value: Fraction, like: Any) -> Fraction:
 
 
 def added(terms: list[Fraction], like: np.dtype) -> Fraction:
-    """A chain from the left, each addition rounded."""
+    """Sums from left to right and rounds each addition."""
     total = terms[0]
     for term in terms[1:]:
         total = rounded(total + term, like)
@@ -40,7 +40,7 @@ def exactly(trees: list[dict[str, np.ndarray]], leaf: str, i: int) -> list[Fract
 
 
 def test_a_ring_is_found_whatever_its_chunks() -> None:
-    """Where they begin depends on the channels, and these on the machine."""
+    """Chunk boundaries depend on the number of channels, which depends on the machine."""
     trees = parts(4)
     starts = {"b": np.full(50, 2), "w": np.repeat([2, 3, 0, 1, 3, 2], [11, 200, 64, 300, 100, 25])}
     result = {}
@@ -57,7 +57,7 @@ def test_a_ring_is_found_whatever_its_chunks() -> None:
 
 
 def test_an_order_that_is_no_ring_is_not_taken_for_one() -> None:
-    """Where each element may have any of the ring's orders, nearly every sum would be one."""
+    """If each element could have any order of the ring, nearly every sum would match."""
     trees = parts(4, size=3000)
     halves = {leaf: (trees[0][leaf] + trees[3][leaf]) + (trees[1][leaf] + trees[2][leaf]) for leaf in trees[0]}
     assert not explain(trees, halves).matches
@@ -73,7 +73,7 @@ def test_an_order_that_is_no_ring_is_not_taken_for_one() -> None:
     ],
 )
 def test_the_trees_of_four_ranks(machines: int, second: bool, expected: Any) -> None:
-    """As trees.cc draws them."""
+    """As drawn in the comments of NCCL's trees.cc."""
     trees = parts(4)
     found = tree_chunk(trees, machines, second)
     for leaf in trees[0]:
@@ -81,7 +81,7 @@ def test_the_trees_of_four_ranks(machines: int, second: bool, expected: Any) -> 
 
 
 def test_a_second_tree_of_an_odd_number_is_shifted() -> None:
-    """0 - (2 - 1), then the same of ranks 1, 2, 0."""
+    """The tree 0 - (2 - 1), and its copy on the ranks 1, 2, 0."""
     trees = parts(3)
     a, b, c = (tree["w"] for tree in trees)
     np.testing.assert_array_equal(tree_chunk(trees, 3)["w"], a + (c + b))
@@ -89,7 +89,7 @@ def test_a_second_tree_of_an_odd_number_is_shifted() -> None:
 
 
 def test_the_mean_of_ddp_is_told_from_others() -> None:
-    """Two microbatches a rank, added in .grad; then 1 / ranks; then the exchange: no mean over all of them."""
+    """Each rank sums two microbatches in .grad and scales by 1 / ranks before the all-reduce."""
     trees = parts(6)
     third = np.float32(1 / 3)
     result = {}
@@ -106,7 +106,7 @@ def test_the_mean_of_ddp_is_told_from_others() -> None:
 
 def test_an_nvlink_switch_adds_float32_exactly() -> None:
     trees = parts(4, size=200)
-    for leaf in trees[0]:  # two of four cancel, in any places: no order in float32 or float64 is right everywhere
+    for leaf in trees[0]:  # two of four terms cancel, at varying positions: no order in float32 or float64 is right
         terms = np.stack([trees[0][leaf] * 2.0**40, trees[0][leaf] * -(2.0**40), trees[1][leaf], trees[2][leaf]])
         for tree, x in zip(trees, RNG.permuted(terms.astype(np.float32), axis=0), strict=True):
             tree[leaf] = x
@@ -128,7 +128,7 @@ def test_an_nvlink_switch_adds_float32_exactly() -> None:
 
 
 def test_an_nvlink_switch_truncates_bfloat16() -> None:
-    """Towards zero, also where rounding to float32 would reach a number of bfloat16 from below."""
+    """Rounds towards zero, even if rounding to float32 first would reach a bfloat16 number from below."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     trees = [
         {"w": np.concatenate([RNG.normal(size=300), [1, -1, 1, 0, np.inf, 3]]).astype(bfloat16)},
@@ -151,7 +151,7 @@ def test_an_nvlink_switch_truncates_bfloat16() -> None:
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize(("leaf", "place"), [("w", -1), ("w", 0), ("w", -9), ("b", 2), ("one", 0)])
 def test_one_order_with_errors_is_no_ring(seed: int, ranks: int, leaf: str, place: int) -> None:
-    """An error of one unit is what another rank's turn gives, as often as not; a ring's errors stay errors, too."""
+    """Another starting rank often differs by one ulp, yet a one-ulp error in an order or a ring is no match."""
     rng = np.random.default_rng(seed)
     sizes = {"b": 5, "one": 1, "w": 200}
     trees = [{k: rng.normal(size=n).astype(np.float32) for k, n in sizes.items()} for _ in range(ranks)]
@@ -172,9 +172,9 @@ def test_pieces_are_long_or_at_an_end_and_told_apart() -> None:
     same[0, :10] = same[1, 10:50] = same[0, 48:] = True
     expected = [0] * 10 + [1] * 40 + [0] * 50
     assert pieces(same).tolist() == expected
-    same[1, :7] = True  # three that only the first order gives may be errors
+    same[1, :7] = True  # the three elements that only the first order explains may be errors
     assert pieces(same).tolist() == [1] * 50 + [0] * 50
     same[1, 53:] = True
     assert pieces(same).tolist() == [1] * 100
-    same[1, [6, 20]] = False  # 10 elements in the middle are no chunk
+    same[1, [6, 20]] = False  # 10 elements in the middle are too few for a chunk
     assert pieces(same).tolist() == [0] * 100

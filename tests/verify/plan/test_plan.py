@@ -1,4 +1,4 @@
-"""Strategies to run a window: what they compute, their predicted cost, and errors for bad input."""
+"""Strategies to run a window: their results, predicted costs, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from gradcombine.verify.plan import Plan, plan
 from gradcombine.verify.plan.ways import CALLS, DEFAULT, NUMBERS, PLACES, way_of
 
 K, N, ROWS, WIDTH = 4, 8, 2, 16
-"""Microbatches, replicas, rows of a microbatch of one replica, and of a layer."""
+"""Number of microbatches, of replicas, of rows in a replica's microbatch, and width of a row."""
 
 
 def linear(params: Any, x: Any) -> Any:
-    """Its gradient is the mean of the rows, whatever the parameters."""
+    """A loss whose gradient is the mean of the rows for all parameters."""
     return jnp.mean(jnp.sum(x * params["w"][:, 0][None], axis=1)) + params["b"]
 
 
@@ -40,7 +40,7 @@ OPTIMIZER = optax.sgd(0.5, momentum=0.5)
 
 @pytest.fixture(autouse=True)
 def standard_promotion() -> Any:
-    """Optax's optimizers need it."""
+    """Optax's optimizers need standard dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -52,10 +52,10 @@ def planned(names: list[str], **changed: Any) -> Plan:
 
 
 def run(code: str, loss: Callable[..., Any] | Loss, window: np.ndarray, mesh: Mesh, *others: Any) -> Any:
-    """The parameters after one window, by the code that a plan shows."""
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    params = jax.device_put({"w": jnp.zeros((WIDTH, 2)), "b": jnp.zeros(())}, whole)
-    # Each replica's rows together, as they lie on it; a microbatch has a part of each replica's.
+    """The parameters after one window, computed by the code that a plan shows."""
+    replicated, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    params = jax.device_put({"w": jnp.zeros((WIDTH, 2)), "b": jnp.zeros(())}, replicated)
+    # The rows of each replica are contiguous; each microbatch has some rows of every replica.
     parts = window.reshape(N, K, ROWS, WIDTH).swapaxes(0, 1).reshape(K, N * ROWS, WIDTH)
     names = {
         "loss": loss,
@@ -99,7 +99,7 @@ def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_i
     found = planned(names, loss=loss, params=wide, batch=batch)
     rows = {row.name: row for row in found.rows}
     size = 2 * 256 * 256 * 4
-    part = 2 * (256 * 256 // 8) * 129 // 128  # in 8 bits, and a byte for each block of 128
+    part = 2 * (256 * 256 // 8) * 129 // 128  # 8 bits per element, and a byte per block of 128
     sent = {
         "window": 2 * 7 * size // 8,
         "window+8bits": 2 * 7 * part,
@@ -110,7 +110,7 @@ def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_i
     for name, row in rows.items():
         assert row.compiled is not None and row.predicted is not None
         assert abs(row.compiled.sent - sent[name]) < 500 and abs(row.predicted.sent - sent[name]) < 500
-        if name != "window+zero2+8bits":  # CPUs encode in several passes, here once a microbatch
+        if name != "window+zero2+8bits":  # CPUs encode in several passes, here for each microbatch
             assert 0.5 < row.compiled.moved / row.predicted.moved < 1.5
     assert (
         rows["window+zero2"].compiled.memory
@@ -123,7 +123,7 @@ def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_i
 
 
 def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
-    """ZeRO-2 is not expressible with an optimizer that clips by the norm of all."""
+    """ZeRO-2 cannot be combined with an optimizer that clips by the global norm."""
     clipping = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
     small = Target("a small card", tuple(jax.devices()), N, Published({32: 1e12}, 1e12, 1000, 1e11))
     names = ["window", "zero2", "zero2+bfloat16", "accumulate+zero1", "zero2+exact", "exact+8bits"]
@@ -149,7 +149,7 @@ def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
     ["flush+zero2", *(pytest.param(x, marks=pytest.mark.full) for x in ("window", "every", "zero2", "accumulate"))],
 )
 def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -> None:
-    """Weights of 0, 1 and 2 that add up to a power of two; without the parts' weights, the mean is another."""
+    """Weights of 0, 1 and 2 that sum to a power of two; the unweighted mean would differ."""
 
     def loss(params: Any, x: Any, key: Any) -> Any:
         kept = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
@@ -163,7 +163,7 @@ def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -
     mesh, seen = jax.make_mesh((N,), ("data",), (AxisType.Auto,)), Loss(loss, rng_argnum=2)
     (row,) = planned([name], loss=seen, batch=batch, mesh=mesh).rows
     assert row.compiled is not None, row.refused
-    # The function that gives each replica random numbers of its own is part of what is shown.
+    # The code includes the function that derives a key per replica.
     assert ("def own_key(" in row.code) == (name in ("zero2", "flush+zero2", "accumulate"))
     got = run(row.code, seen, window.reshape(-1, WIDTH), mesh, jax.random.key(0))
     mean = (window.mean(2) * weights[..., None]).sum((0, 1)) / weights.sum()
@@ -250,7 +250,7 @@ def elsewhere():
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module of problems, as the working directory."""
+    """Changes the working directory to a folder with a module of problems."""
     (tmp_path / "problems.py").write_text(PROBLEMS)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""No two leaves of a trace share a name, and none is written that a file would not give back."""
+"""Leaf names of a trace are unique, and names that a file would not return unchanged are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of eager, compiled and replicated steps, and where two of them part."""
+"""Traces of eager, compiled and replicated steps, and the first divergence of two traces."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ RUNS = {"numpy": in_numpy, "jit": in_jit, "scan": in_scan, "tf.function": in_fun
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_every_step_is_written_as_it_was(run: Any, tmp_path: Path) -> None:
-    """By every framework alike."""
+    """Every framework writes what NumPy writes."""
     for name, each in (("numpy", in_numpy), ("run", run)):
         with record(tmp_path / name) as recorder:
             each(recorder)
@@ -103,7 +103,7 @@ def test_chosen_steps_are_written_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [7, "all", iter([0, 1]), [0, np.ones(2)]])
 def test_steps_that_do_not_tell_what_is_among_them_are_refused(tmp_path: Path, steps: Any) -> None:
-    """Before the run, or where the first one is looked up."""
+    """Either before the run or at the first lookup."""
     with pytest.raises(GradCombineError, match="record: expected steps such as range"):
         record(tmp_path, steps)(1, params=np.ones(2))
 
@@ -128,7 +128,7 @@ def test_a_traced_step_below_zero_is_told_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_step_may_go_on_after_later_ones(tmp_path: Path) -> None:
-    """Callbacks of compiled programs come in any order."""
+    """Callbacks of compiled programs may arrive in any order."""
     with record(tmp_path) as recorder:
         recorder(0, gradients={"w": jnp.ones(2, jnp.bfloat16)})
         for step in (1, 2, 3):
@@ -149,7 +149,7 @@ def test_other_shapes_and_dtypes_of_the_same_bytes_are_other_values(other: Any, 
 
 
 def test_replicas_must_agree(tmp_path: Path) -> None:
-    """The combined gradient is the same on all replicas, and is written once; each one's own is refused."""
+    """The combined gradient is equal on all replicas and written once; gradients per replica are rejected."""
     grads = np.arange(4, dtype=np.float32)
 
     def step(recorder: Any, combine: bool) -> None:
@@ -168,7 +168,7 @@ def test_replicas_must_agree(tmp_path: Path) -> None:
 
 
 def write(path: Path, changed: str | None = None, at: int = 2) -> Path:
-    """A run in which one stage, and all that follow from it, are off from a step on."""
+    """A run in which one stage and all that depend on it are wrong from some step on."""
     with record(path) as recorder:
         for step in range(4):
             off = changed is not None and step >= at
@@ -192,7 +192,7 @@ def test_the_first_stage_that_parts_is_named(stage: str, tmp_path: Path) -> None
 
 
 def test_an_allowance_by_stage(tmp_path: Path) -> None:
-    """Two frameworks' kernels round differently: gradients may, updates may not be apart."""
+    """Kernels of two frameworks round differently: gradients may differ, updates may not."""
     a, b = write(tmp_path / "a"), write(tmp_path / "b", "gradients")
     allowed = {"gradients": Allowed(relative=1e-3), "combined": Allowed(relative=1e-3)}
     found = first_divergence(a, b, allowed=allowed)
@@ -296,7 +296,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
 
 
 def test_a_square_weight_that_was_not_transposed_is_a_divergence(tmp_path: Path) -> None:
-    """Into a kernel, which has its axes in the other order."""
+    """A kernel stores the axes of a weight in reverse order."""
     x = np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32)
     for name, params in (("a", {"fc.weight": x}), ("b", {"fc": {"kernel": x}}), ("c", {"fc": {"kernel": x.T}})):
         with record(tmp_path / name) as recorder:
