@@ -1,4 +1,4 @@
-"""`gradcombine check` and the fixtures, as a user runs them on a module of their own."""
+"""`gradcombine check` and the pytest fixtures on a user's module."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_step_that_is_right(here: Path) -> None:
 def test_a_mean_of_means_is_named_with_what_to_write(here: Path) -> None:
     code, output = run("wrong_case", "--json", "a.json", "--html", "a.html")
     assert code == 1 and "not the same: 4 microbatches: mean of means" in output
-    assert "steps_to_check.py:" in output  # where the step is made
+    assert "steps_to_check.py:" in output  # the line where the step is defined
     content = json.loads((here / "a.json").read_text())
     assert content["verdict"] == "fails" and content["causes"][0]["cause"] == "MEAN_OF_MEANS"
     assert content["causes"][0]["instead"] == REMEDIES[Cause.MEAN_OF_MEANS]
@@ -190,16 +190,16 @@ def test_the_page_shows_what_the_command_prints(here: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()
     (listing, *_), (console,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "console"))
     (here / "page5.py").write_text(listing)
-    command, _, said = console.partition("\n\n")
+    command, _, expected = console.partition("\n\n")
     assert command == "$ gradcombine check steps:make_case"
     done = CliRunner().invoke(app, ["check", "page5:make_case"], env={"COLUMNS": "89"})
     assert done.exit_code == 1
     printed = words(done.output.replace("page5.py", "steps.py"))
-    assert printed[: len(words(said))] == words(said)
+    assert printed[: len(words(expected))] == words(expected)
 
 
 def words(text: str) -> list[list[str]]:
-    """Of each line that is not empty or ruled."""
+    """The words of each line, without empty lines and rules."""
     return [line.split() for line in text.splitlines() if line.strip(" \u2500")]
 
 

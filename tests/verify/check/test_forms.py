@@ -1,4 +1,4 @@
-"""The forms that people write steps in go to `check_step` as they are: states, modules, filtered functions."""
+"""`check_step` accepts steps in all usual forms: states, modules, filtered functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = {
 }
 TX = optax.adamw(1e-2)
 Sum = Callable[[Any, Any], Any]
-"""From a model and a microbatch to the gradient of the loss' sum."""
+"""``(model, microbatch) -> gradient of the summed loss``."""
 
 
 def squares(predicted: Any, batch: Any) -> Any:
@@ -37,7 +37,7 @@ def squares(predicted: Any, batch: Any) -> Any:
 
 
 def combined(of_sum: Sum, model: Any, batch: Any, k: int, right: bool) -> Any:
-    """The mean over what counts, or the mean of the microbatches' means."""
+    """The mean over all real examples, or, if not `right`, the mean of the microbatches' means."""
     parts = [jax.tree.map(lambda a, i=i: a.reshape(k, -1, *a.shape[1:])[i], batch) for i in range(k)]
     sums, counts = [of_sum(model, part) for part in parts], [part["mask"].sum() for part in parts]
     if right:
@@ -71,7 +71,7 @@ class NnxNet(nnx.Module):
 
 
 def in_place(right: bool) -> tuple[Any, Any]:
-    """A step that changes its module and its optimizer, as nnx has them."""
+    """A step of flax.nnx, which updates its module and optimizer in place."""
     model = NnxNet(nnx.Rngs(0))
     of_sum = nnx.grad(lambda model, part: squares(model(part["x"]), part))
 
@@ -90,7 +90,7 @@ def in_place(right: bool) -> tuple[Any, Any]:
 
 
 def filtered(right: bool) -> tuple[Any, Any]:
-    """Equinox: functions among the leaves of a module."""
+    """A step of equinox, whose modules have functions among their leaves."""
     model = eqx.nn.MLP(6, 3, 5, 1, key=jax.random.key(0))
     of_sum = eqx.filter_grad(lambda model, part: squares(jax.vmap(model)(part["x"]), part))
 
@@ -108,7 +108,7 @@ def filtered(right: bool) -> tuple[Any, Any]:
 
 
 def compiled(right: bool) -> tuple[Any, Any]:
-    """Keras: the model's own `train_step`, compiled, which averages over k batches."""
+    """A step of Keras: the model's compiled `train_step`, which averages over k batches."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
 
     def make_step(k: int) -> Any:
@@ -131,7 +131,7 @@ def compiled(right: bool) -> tuple[Any, Any]:
 
 
 def mirrored(right: bool) -> tuple[Any, Any]:
-    """TensorFlow: `tf.function` under a strategy; microbatches are replicas."""
+    """A step of TensorFlow: a `tf.function` under a strategy, with a replica per microbatch."""
     params = {"w": RNG.normal(size=(6, 3)).astype(np.float32)}
 
     def make_step(k: int) -> Any:
@@ -168,7 +168,7 @@ quick_first = [pytest.param(x, marks=[pytest.mark.full] * (x != "nnx")) for x in
 
 
 class Keyed(NamedTuple):
-    """A training state with a random key, which a step that donates it deletes."""
+    """A train state with a PRNG key; a step that donates the state deletes the key."""
 
     params: Any
     key: Any
@@ -226,4 +226,4 @@ def test_the_right_mean_passes_in_every_form(form: str) -> None:
     make_step, state = FORMS[form](right=True)
     report = check_step(make_step, state, BATCH, returns=RETURNS.get(form, "params"))
     assert report.faults == (), report
-    assert report.passes or form == "keras", report  # Keras' layers stay in float32: accuracy is not compared
+    assert report.passes or form == "keras", report  # Keras layers stay in float32, so accuracy is not checked

@@ -1,4 +1,4 @@
-"""One leaf against another: distances, counts and elements, whole and in pieces."""
+"""Comparison of two leaves: distances, counts and elements, at once and in pieces."""
 
 from __future__ import annotations
 

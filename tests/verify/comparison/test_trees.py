@@ -1,4 +1,4 @@
-"""Trees of two frameworks against each other, and what failing assertions say."""
+"""Comparison of trees of two frameworks, and the messages of failing assertions."""
 
 from __future__ import annotations
 

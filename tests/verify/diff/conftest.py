@@ -1,4 +1,4 @@
-"""One small model's parameters, as each framework's own writer saves them."""
+"""Parameters of one small model, saved by each framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradcombine diff` as it is called."""
+"""The command `gradcombine diff`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_page_stands_alone(dumps: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """Two runs of four steps; from the third on, one leaf is apart."""
+    """Two runs of four steps; one leaf differs from the third step on."""
     for side in ("a", "b"):
         (tmp_path / side).mkdir()
         for step in range(4):
@@ -124,7 +124,7 @@ def test_a_report_that_cannot_be_written_is_another_status(
 
 
 def test_a_truncated_member_is_no_difference(tmp_path: Path) -> None:
-    """Neither as it stands nor transposed: what is not there is not compared as whatever memory held."""
+    """Neither as stored nor transposed: missing data is an error, not uninitialized memory."""
     file = io.BytesIO()
     np.save(file, np.ones((4, 3), np.float32))
     np.savez(tmp_path / "a.npz", w=np.ones((3, 4), np.float32))

@@ -1,4 +1,4 @@
-"""Dumps of every format: what is written by its own framework is read to the bit, and damage is noticed."""
+"""Dumps in all formats: files written by the frameworks are read exactly, and damage is detected."""
 
 from __future__ import annotations
 

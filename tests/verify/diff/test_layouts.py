@@ -1,4 +1,4 @@
-"""The same parameters in other shapes and under other names; and names that were mixed up."""
+"""Equal parameters with different shapes and names are matched; swapped names are detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPLIT = {
 
 
 def turned(heads: int) -> dict[str, Any]:
-    """With an axis of heads, as flax has it."""
+    """Attention parameters with a head axis, as in flax."""
     return {name: (x.T if x.ndim == 2 else x).reshape(*x.shape[1:], heads, -1) for name, x in SPLIT.items()}
 
 
@@ -52,7 +52,7 @@ BIASES = RNG.normal(size=(2, 4, 6))
 
 
 def flax_cell(order: str = "ifgo", **biases: Any) -> dict[str, Any]:
-    """An LSTM whose input is as long as its state, gate by gate; the gates of PyTorch's blocks in some order."""
+    """An LSTM with input and state of one size; `order`: the gate names that PyTorch's blocks are given."""
     kernels = {f"cell/{side}{gate}/kernel": w.T for side in "ih" for gate, w in zip(order, GATED, strict=True)}
     return kernels | {f"cell/h{gate}/bias": bias for gate, bias in zip(order, BIASES.sum(0), strict=True)} | biases
 
@@ -64,7 +64,7 @@ TORCH_CELL = {
 
 
 def test_gates_are_compared_by_their_names() -> None:
-    """A swapped one is not taken for the other, though the values would say so; nor a kernel that is not transposed."""
+    """Swapped gates are not matched by value, and neither is a kernel that is not transposed."""
     report = diff(dump(TORCH_CELL), dump(flax_cell()))
     assert report.passes and len(report.rows) == 12
     found = {row.pair.a: row.pair.b for row in report.rows}
@@ -87,7 +87,7 @@ def test_gates_are_compared_by_their_names() -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 4, 3, 2), (3, 3, 3, 3), (5, 2, 4)], ids=str)
 def test_a_transposed_convolution_of_flax_is_flipped(sizes: tuple[int, ...]) -> None:
-    """By name or by values; one that is not flipped passes with a note, and a flipped plain convolution does not."""
+    """Matched by name or value; an unflipped one passes with a note, a flipped plain convolution fails."""
     kernel = RNG.normal(size=sizes)
     axes = tuple(range(len(sizes) - 2))
     weight = np.moveaxis(np.flip(kernel, axes), (-2, -1), (0, 1))
@@ -102,7 +102,7 @@ def test_a_transposed_convolution_of_flax_is_flipped(sizes: tuple[int, ...]) -> 
 
 
 def test_a_transposed_kernel_has_no_heads() -> None:
-    """Axes become one only where nothing else fits."""
+    """Axes are merged only if nothing else fits."""
     x = RNG.normal(size=(4, 2, 8))
     assert [row.difference.shape for row in diff(dump({"w": x}), dump({"w": x.T})).rows] == [(4, 2, 8)]
     report = diff(dump({"w": x}), dump({"v": np.ones(3)}))
@@ -139,7 +139,7 @@ def test_a_normalization_and_a_kernel_of_one_module_stay_apart() -> None:
     ],
 )
 def test_a_weight_is_a_kernel_transposed(names: tuple[str, str], noted: bool) -> None:
-    """A square one, too: the names say that it is meant, where they are those of two frameworks."""
+    """Even a square one, if the names show that two frameworks are involved."""
     x = RNG.normal(size=(5, 5))
     (row,) = diff(dump({names[0]: x}), dump({names[1]: x.T})).rows
     assert row.passes and row.transposed is noted
@@ -179,7 +179,7 @@ def test_swapped_names_are_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spatial", [(3,), (3, 3), (3, 5), pytest.param((3, 3, 3), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("channels", [(4, 6), (5, 5), (1, 6)], ids=str)
 def test_swapped_axes_of_convolutions_are_noted(spatial: tuple[int, ...], channels: tuple[int, int]) -> None:
-    """Names of a convention fix the order of axes: every other one is said, and the right one is not."""
+    """Conventional names fix the order of axes: any other order is noted, the right one is not."""
     kernel = RNG.normal(size=(*spatial, *channels))
     n = kernel.ndim
     weight = kernel.transpose(n - 1, n - 2, *range(n - 2))
@@ -198,7 +198,7 @@ def test_swapped_axes_of_convolutions_are_noted(spatial: tuple[int, ...], channe
 
 @pytest.mark.parametrize("other", ["kernel", "weight"])
 def test_names_decide_of_square_kernels_where_the_others_follow_them(other: str) -> None:
-    """As GPT-2's weights do not, which are laid out as kernels are."""
+    """GPT-2 is a counterexample: its weights have the layout of kernels."""
     wide, square, conv = RNG.normal(size=(4, 6)), RNG.normal(size=(5, 5)), RNG.normal(size=(3, 3, 5, 5))
     turned = {"a": wide.T, "b": square.T, "c": conv.transpose(3, 2, 0, 1)}
     weights = {f"{name}.weight": x for name, x in turned.items()}
@@ -208,7 +208,7 @@ def test_names_decide_of_square_kernels_where_the_others_follow_them(other: str)
         report = diff(dump(weights | {name: x}), dump(b))
         (row,) = [row for row in report.rows if not row.passes]
         assert row.pair.a == name and row.transposed and not report.passes
-    # Nothing else tells, or the others do not follow their names: it is noted.
+    # If there are no other leaves, or they do not follow their names, the transposition is only noted.
     assert diff(dump({"b.weight": square}), dump({k: v for k, v in b.items() if "b" in k})).passes
     if other == "kernel":
         as_kernels = {"a.weight": wide, "b.weight": square}

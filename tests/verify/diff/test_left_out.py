@@ -1,4 +1,4 @@
-"""What is not compared never passes: it is named, and the rest is compared all the same."""
+"""Leaves that cannot be compared never pass: they are named, and the others are still compared."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_an_unlike_leaf_leaves_the_others_to_be_compared(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("off", [0, 1])
 def test_bfloat16_in_hdf5_and_linked_datasets_are_compared(off: float, tmp_path: Path) -> None:
-    """As Keras writes bfloat16: as opaque words, with an attribute."""
+    """Keras writes bfloat16 as opaque words with an attribute."""
     for name, value in (("a", 0.0), ("b", off)):
         with h5py.File(tmp_path / f"{name}_linked.h5", "w") as file:
             file["w"] = ONES + value

@@ -1,4 +1,4 @@
-"""Which leaf is which: by rule, name, shape and values."""
+"""Matching of leaves by rule, name, shape and values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_habits_of_frameworks_are_seen_through() -> None:
 
 
 def test_a_word_that_one_dump_lacks_is_seen_through() -> None:
-    """Wherever it stands in the names, as Keras' name of the model does in each window of a trace."""
+    """Anywhere in the names, like the model name that Keras adds in each window of a trace."""
     leaves = [f"{name}/bias" for name in ("hidden", "logits")]
     a = {f"gradients/{i}/['sequential/{name}']": KERNELS[i] for i in range(3) for name in leaves}
     b = {f"gradients/{i}/{name}": KERNELS[2 - i] for i in range(3) for name in leaves}
@@ -70,7 +70,7 @@ def test_a_shape_that_is_there_once_tells() -> None:
 
 
 def test_values_tell_the_rest() -> None:
-    """Shuffled, renamed, transposed and slightly off."""
+    """Leaves that are shuffled, renamed, transposed and slightly different are matched by value."""
     a = {f"a{i}": kernel for i, kernel in enumerate(KERNELS)}
     b = {f"layer_{'xyz'[i]}": (KERNELS[i] * np.float32(1.001)).T for i in (2, 0, 1)}
     assert pairs(a, b) == [(f"a{i}", f"layer_{'xyz'[i]}", (1, 0), "values") for i in range(3)]
@@ -93,7 +93,7 @@ def test_leaves_of_many_axes_meet_by_name() -> None:
 
 @pytest.mark.parametrize("other", [KERNELS[1], KERNELS[1].T], ids=["at hand", "turned"])
 def test_unlike_kernels_are_not_taken_for_transposed(other: np.ndarray) -> None:
-    """One of the two is less unlike the other way round."""
+    """Even if the transposed kernel is slightly less different."""
     assert pairs({"w": KERNELS[0]}, {"w": other}) == [("w", "w", None, "name")]
 
 
@@ -109,7 +109,7 @@ def test_a_square_kernel_that_is_turned_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [1, 1.001])
 def test_renamed_leaves_are_read_a_few_times_each(factor: float) -> None:
-    """However many there are of one shape; some are the same, and some transposed."""
+    """Regardless of how many have the same shape; some are equal, some transposed."""
     reads, kernels = [], [np.random.default_rng(i % 50).normal(size=(20, 20)) for i in range(60)]
 
     def counted(arrays: dict[str, np.ndarray]) -> Dump:
@@ -217,7 +217,7 @@ def _random(names: Iterable[str], seed: int, size: int = 6) -> dict[str, np.ndar
     [("", "encoder/backbone/"), ("module.", "student.net."), ("params/", ""), ("ema/params/", "target/network/")],
 )
 def test_what_stands_before_all_names_is_found(before: str, after: str) -> None:
-    """Whatever the values are, as of two steps of a training; a leaf that one side alone has is left."""
+    """Even if the values differ, as between two training steps; a leaf on one side only stays unmatched."""
     names = [f"block_{i}/{kind}" for i in range(40) for kind in ("query/kernel", "key/kernel", "bias")]
     a = _random((before + name for name in names), 0)
     b = _random((after + name for name in reversed(names)), 1) | _random(["head/kernel"], 2)
@@ -228,7 +228,7 @@ def test_what_stands_before_all_names_is_found(before: str, after: str) -> None:
 
 @pytest.mark.parametrize("size", [6, 7], ids=["another shape", "the same shape"])
 def test_leaves_without_a_counterpart_are_read_a_few_times(size: int) -> None:
-    """However many there are."""
+    """Regardless of their number."""
     reads = Counter[str]()
 
     def counted(side: str, arrays: dict[str, np.ndarray]) -> Any:

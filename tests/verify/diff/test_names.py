@@ -1,4 +1,4 @@
-"""Names from files that anybody may have written: on a screen, a page and in JSON."""
+"""Hostile leaf names from files, shown on the terminal, in HTML and in JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def written(path: Path, names: list[str], start: int) -> Path:
-    """A .safetensors file, whose header is JSON: its names may be anything."""
+    """Writes a .safetensors file, whose JSON header allows arbitrary names."""
     entries = {
         name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * i, 16 * i + 16]} for i, name in enumerate(names)
     }
@@ -43,7 +43,7 @@ def written(path: Path, names: list[str], start: int) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_changes_nothing_but_its_own_cell(tmp_path: Path, name: str) -> None:
-    """Compared, without a counterpart, and in an error; the page is drawn, with a histogram of the leaf."""
+    """For a compared leaf, one without a counterpart, and in an error; the page includes a histogram of the leaf."""
     a = written(tmp_path / "a.safetensors", ["other", NAMES[name], NAMES[name] + "alone"], 0)
     b = written(tmp_path / "b.safetensors", ["other", NAMES[name]], 1)
     status, output = run(a, b, "--html", tmp_path / "a.html", "--json", tmp_path / "a.json")

@@ -1,4 +1,4 @@
-"""Which side is off: two dumps against a float64 reference, in units of their own rounding noise."""
+"""Which side is inaccurate: two dumps against a float64 reference, in units of their rounding noise."""
 
 import json
 
@@ -17,7 +17,7 @@ EXACT = {"dense": {"kernel": X.T @ Y, "bias": Y.sum(axis=0)}, "scale": np.float6
 
 
 def rounded(dtype=np.float32, block=512):
-    """The sums of `EXACT`, their terms added in blocks of a dtype, then chained."""
+    """The sums of `EXACT` in `dtype`: the terms of each block are summed, then the blocks sequentially."""
     x, y = X.astype(dtype), Y.astype(dtype)
     kernel, bias, scale = np.zeros((12, 20), dtype), np.zeros(20, dtype), np.zeros(1, dtype)
     for i in range(0, 512, block):
@@ -39,7 +39,7 @@ def one_element(tree):
 
 
 def lost(tree):
-    """What is added in bfloat16."""
+    """The tree with a kernel that was accumulated in bfloat16."""
     kernel = rounded(ml_dtypes.bfloat16)["dense"]["kernel"].astype(np.float32)
     return tree | {"dense": tree["dense"] | {"kernel": kernel}}
 
@@ -93,7 +93,7 @@ def test_a_reference_of_another_computation_is_named():
 
 
 def test_terms_that_cancel_are_measured_by_the_largest_leaf():
-    """The gradient of a bias ahead of a normalization is nothing but noise, on every side."""
+    """The gradient of a bias before a normalization is pure noise on every side."""
     exact = {"w": np.linspace(-1, 1, 99), "bias": np.float64([1e-17, 0, -2e-17]), "unused": np.zeros(3)}
     a = {"w": exact["w"].astype("f4"), "bias": np.float32([1e-8, 0, 3e-9]), "unused": np.float32([0, 0, 0])}
     b = {"w": exact["w"].astype("f4"), "bias": np.float32([-2e-8, 1e-9, 0]), "unused": np.float32([0, 1e-3, 0])}
@@ -139,7 +139,7 @@ def run(*arguments):
 def test_the_command_answers_in_words_and_by_its_exit_status(tmp_path):
     a, b, r = (tmp_path / f"{name}.npz" for name in "abr")
     dumped(a, rounded()), dumped(b, rounded(block=8))
-    # The reference lies in B's names and order of axes.
+    # The reference has B's names and order of axes.
     np.savez(r, kernel=EXACT["dense"]["kernel"].T, bias=EXACT["dense"]["bias"], scale=EXACT["scale"])
     result = run(a, b, "--reference", r)
     assert (result.exit_code, "within their rounding noise" in result.output) == (0, True), result.output

@@ -1,4 +1,4 @@
-"""Tensors in several files with one index."""
+"""Tensors in several files with an index."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written(folder: Path, index: Any = None, **more: dict[str, np.ndarray]) -> P
 
 
 def moved(names: str, folder: Path, to: str) -> None:
-    """Leaves links in place of files."""
+    """Moves the files and leaves symbolic links in their place."""
     (folder / to).mkdir(exist_ok=True)
     for path in list(folder.glob(names)):
         path.symlink_to(path.rename(folder / to / f"blob of {path.name}"))
@@ -41,7 +41,7 @@ def moved(names: str, folder: Path, to: str) -> None:
 
 @pytest.mark.parametrize(("names", "to"), [("model*", "../blobs"), ("model-*", "files")])
 def test_links_lead_to_where_the_index_is(tmp_path: Path, names: str, to: str) -> None:
-    """The Hub's cache is a folder of links to one of files."""
+    """The cache of the Hugging Face Hub is a folder of links into a folder of files."""
     whole = {name: x.whole().tolist() for name, x in open_dump(written(tmp_path)).items()}
     moved(names, tmp_path, to)
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):

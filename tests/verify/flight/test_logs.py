@@ -1,4 +1,4 @@
-"""The flight recorder: what it writes in every kind of step, and what two of its logs say."""
+"""The flight recorder: what it writes in each type of step, and the comparison of two logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {"w": ((4, 3), "f4"), "b": ((3,), ml_dtypes.bfloat16), "count": ((), "i
 
 
 def state(step: int, replica: int) -> dict[str, Any]:
-    """Gradients of each replica, and parameters that all of them share."""
+    """Gradients per replica, and replicated parameters."""
     own, shared = np.random.default_rng((step, replica)), np.random.default_rng(step)
     make = lambda rng: {name: (9 * rng.standard_normal(shape)).astype(dtype) for name, (shape, dtype) in SHAPES.items()}  # noqa: E731
     return {"gradients": make(own), "params": make(shared)}
@@ -131,7 +131,7 @@ def test_a_log_that_is_cut_off_is_read_up_to_there(tmp_path: Path, cut: int, los
     report = compared(a, b)
     assert report.passes == (lost == 0) and report.first is None
     assert any(f"B is cut off or damaged in line {line}" in problem for problem in report.problems) == (lost > 0)
-    # The run goes on, and the whole is there again: the line that was cut is still named.
+    # The run continues and every row is present again: the truncated line is still reported.
     write(b, dict(list(CLEAN.items())[kept:]))
     again = compared(a, b)
     assert again.compared == STEPS * REPLICAS * 8 and again.first is None and len(again.problems) == (lost > 0)
@@ -163,7 +163,7 @@ def test_damage_and_other_files_are_refused(tmp_path: Path) -> None:
         assert run(a, tmp_path / name)[0] == 2, name
     assert run(a, tmp_path / "missing.log")[0] == 2
     assert run(a, a, "--rtol", 1)[0] == 2
-    # A digit that has changed.
+    # One digit has changed.
     at = content.rindex(b" ") - 5
     (tmp_path / "digit").write_bytes(
         content[:at] + (b"1" if content[at : at + 1] != b"1" else b"2") + content[at + 1 :]
@@ -200,7 +200,7 @@ def test_names_of_two_frameworks_and_rules(tmp_path: Path) -> None:
 
 @pytest.mark.needs("jax", "tensorflow")
 def test_logs_of_every_kind_of_step_are_the_same(tmp_path: Path) -> None:
-    """Returned from jit, on one device and on four; from shard_map, tf.function and MirroredStrategy; by callbacks."""
+    """jit on one and four devices, shard_map, tf.function, MirroredStrategy, and callbacks."""
     import jax
     import tensorflow as tf
     from jax.sharding import AxisType, NamedSharding
@@ -260,7 +260,7 @@ def test_logs_of_every_kind_of_step_are_the_same(tmp_path: Path) -> None:
         assert content == expected, kind.__name__
     assert set(read_log(tmp_path / "one.log").rows) == {(step, EVERY) for step in range(3)}
 
-    # Copies that differ are recorded one by one, and compared with a row for all.
+    # Differing copies are recorded separately, and compared with a single row for all replicas.
     digest = jax.jit(gc.digest)(jax.device_put(values[0], NamedSharding(mesh, P())))
     copies = [np.asarray(shard.data) + np.uint32(shard.device.id == 2) for shard in digest.addressable_shards]
     placed = [jax.device_put(copy, device) for copy, device in zip(copies, mesh.devices, strict=True)]

@@ -24,7 +24,7 @@ def examples(n: int) -> dict[str, np.ndarray]:
 FULL = examples(14)
 """Microbatches of four and three examples."""
 ALIKE = examples(16)
-"""Microbatches of one size."""
+"""Microbatches of equal size."""
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -40,7 +40,7 @@ def schedule(count: Any) -> Any:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Everything that has to happen once a window."""
+    """Transformations that must be applied once per window."""
     return optax.chain(
         optax.clip_by_global_norm(0.5), optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-0.1)
     )
@@ -51,7 +51,7 @@ def weighted(microbatch: Any, last: bool) -> Mapping[str, Any]:
 
 
 def check(batch: Any, inner: Any, accumulating: Any, **options: Any) -> StepReport:
-    # optax.MultiSteps divides by an integer, which strict promotion refuses.
+    # optax.MultiSteps divides by an integer, which strict promotion rejects.
     with jax.numpy_dtype_promotion("standard"):
         return check_microbatches(
             options.pop("loss", loss),
@@ -79,14 +79,14 @@ def by_hand(
     cleared: bool = True,
     divisor: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An accumulation as people write it, with the faults that they make.
+    """Hand-written accumulation with optional bugs.
 
     Args:
-      kept: the inner state is kept at every microbatch.
-      dropped: a partial window is cleared at its end, and not applied.
-      stale: a partial window is not applied, and its sum is left in the accumulator.
+      kept: the new inner state is kept at every microbatch.
+      dropped: a partial window is cleared at the end without being applied.
+      stale: a partial window is not applied and its sum stays in the accumulator.
       cleared: whether the sum is cleared at the end of a window.
-      divisor: of the sum; None: the number of microbatches.
+      divisor: divisor of the sum; None: the number of microbatches.
     """
 
     def init(params: Any) -> ByHandState:

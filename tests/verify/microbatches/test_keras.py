@@ -1,4 +1,4 @@
-"""Keras optimizers that accumulate, on the TensorFlow backend."""
+"""Keras optimizers with gradient accumulation, on the TensorFlow backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 def accumulating(**others: Any) -> Callable[[Any, int], Any]:
-    """The optimizer with accumulation, and perhaps with other settings that differ."""
+    """Wraps an optimizer with accumulation and, for the defects, with other settings changed too."""
 
     def wrap(inner: Any, steps: int) -> Any:
         return type(inner).from_config(inner.get_config() | {"gradient_accumulation_steps": steps} | others)

@@ -1,4 +1,4 @@
-"""Each way in which microbatches go wrong in optax is planted, and named."""
+"""Each planted defect of accumulation in optax is named."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def narrow(dtype: str) -> Any:
 
 
 def before(transformation: Any) -> Any:
-    """Something outside of the accumulation that gradients pass first."""
+    """Applies the transformation to the gradients of each microbatch, before accumulation."""
     return lambda inner, k: optax.chain(transformation, accumulate(inner, k))
 
 
 def after(transformation: Any) -> Any:
-    """Something outside of the accumulation that its updates pass."""
+    """Applies the transformation to the updates that come out of the accumulation."""
     return lambda inner, k: optax.chain(accumulate(inner, k), transformation)
 
 
@@ -59,7 +59,7 @@ def of_length(every: int) -> Any:
 
 
 def in_eighths(g: Any) -> Any:
-    """What a quantization to eight bits makes of a gradient: within what bfloat16 would do, and of its scale."""
+    """Quantizes a gradient to eight bits: the error is about that of bfloat16."""
     unit = jnp.max(jnp.abs(g)) / 127
     return jnp.round(g / unit) * unit
 
@@ -147,7 +147,7 @@ def test_a_right_accumulation_passes(partial: bool) -> None:
 def test_every_right_form_of_the_mean_is_within_the_bound(order: Any) -> None:
     found = check(FULL, SGD, partial(accumulate, order=order), arguments=weighted)
     assert found.passes, str(found)
-    # Welford's mean: right, but for a NaN, which is the next fault.
+    # Welford's mean is correct except that a NaN leaks into the next window.
     assert [fault.cause for fault in check(ALIKE, SGD, multi_steps).faults] == [Cause.NAN_LEAKS]
     assert check(ALIKE, SGD, by_hand, arguments=last_only).passes
 

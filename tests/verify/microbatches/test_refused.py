@@ -1,4 +1,4 @@
-"""Input that cannot be checked."""
+"""Invalid arguments of `check_microbatches`."""
 
 from __future__ import annotations
 

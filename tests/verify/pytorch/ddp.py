@@ -1,4 +1,4 @@
-"""A step of DistributedDataParallel over gloo: a program, run once for each rank by `test_ddp`."""
+"""A step of DistributedDataParallel over gloo; `test_ddp` runs this program once per rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MICROBATCHES = 2
 
 
 def parts(rank: int) -> list[dict[str, np.ndarray]]:
-    """The gradients of a rank's microbatches."""
+    """Gradients of a rank's microbatches."""
     rng = np.random.default_rng(rank)
     return [{k: rng.normal(size=shape).astype(np.float32) for k, shape in SIZES.items()} for _ in range(MICROBATCHES)]
 
 
 class Linear(torch.nn.Module):
-    """The gradient of ``sum(w * part)`` is the part, to the bit."""
+    """The gradient of ``sum(w * part)`` is exactly `part`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def main(rank: int, ranks: int, store: str, result: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     model = torch.nn.parallel.DistributedDataParallel(Linear())
     *before, last = [{k: torch.from_numpy(x) for k, x in part.items()} for part in parts(rank)]
-    for _ in range(2):  # buckets are made anew after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         model.zero_grad()
         with model.no_sync():
             for part in before:

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel makes of gradients, on three processes of this machine."""
+"""Gradients of DistributedDataParallel on three local processes are explained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = 3
 
 
 def test_a_step_is_explained(tmp_path: Path) -> None:
-    """Each rank's chain of microbatches, times 1 / ranks, round a ring whose chunks gloo decides on."""
+    """Each rank sums its microbatches in order and scales by 1 / ranks; gloo reduces in a ring and picks the chunks."""
     workers = [
         subprocess.Popen(
             [

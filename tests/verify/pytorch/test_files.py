@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors to the bit, and nothing that is executed."""
+"""Files of torch.save: tensors are read exactly, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ CALLED: list[str] = []
 
 
 class Call:
-    """What a pickle from a stranger may hold."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CALLED.append, ("executed",)
@@ -209,14 +209,14 @@ def test_what_is_no_weights_is_refused_and_not_executed(
     with pytest.raises(GradCombineError, match=message) as caught:
         open_dump(tmp_path / "x.pt")
     assert not CALLED
-    assert "weights_only" not in str(caught.value)  # torch's own advice is to load it all the same
+    assert "weights_only" not in str(caught.value)  # torch's message suggests loading the file anyway
     assert "\n" not in str(caught.value)
 
 
 def test_damage_is_refused_or_a_difference(tmp_path: Path) -> None:
-    """Cut short anywhere, a file is refused; of a flipped bit, no other class of exception comes out."""
-    whole = saved(tmp_path, {"w": torch.arange(40.0), "b": torch.ones(3)})
-    content, good = whole.read_bytes(), open_dump(whole)
+    """A truncated file always raises; a flipped bit gives a GradCombineError, a difference, or no change."""
+    path = saved(tmp_path, {"w": torch.arange(40.0), "b": torch.ones(3)})
+    content, good = path.read_bytes(), open_dump(path)
     rng = np.random.default_rng(0)
     (tmp_path / "bad").mkdir()
     bad = tmp_path / "bad" / "dump.pt"
@@ -234,4 +234,4 @@ def test_damage_is_refused_or_a_difference(tmp_path: Path) -> None:
             outcomes[str(diff(good, open_dump(bad)).passes)] += 1
         except GradCombineError:
             outcomes["refused"] += 1
-    assert min(outcomes["refused"], outcomes["False"]) > 5  # the rest is padding and dates
+    assert min(outcomes["refused"], outcomes["False"]) > 5  # the other flips are in padding and dates

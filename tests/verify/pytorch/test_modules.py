@@ -1,4 +1,4 @@
-"""PyTorch's modules against those of flax, Keras and equinox that compute the same: each leaf is found, to the bit."""
+"""PyTorch modules against equivalent flax, Keras and equinox modules: every leaf is matched with equal bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_flax(collections: Any) -> Dump:
 
 
 def weights(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Random, biases too: PyTorch begins many as zeros, and nothing tells those apart."""
+    """Randomizes all weights: PyTorch initializes many biases to zeros, which could not be told apart."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
@@ -74,7 +74,7 @@ def test_linear(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolution(tmp_path: Path, transposed: bool) -> None:
-    """OIHW against HWIO; IOHW against Keras's HWOI."""
+    """OIHW against HWIO; transposed, IOHW against Keras' HWOI."""
     kind, layer = (
         (torch.nn.ConvTranspose2d, keras.layers.Conv2DTranspose)
         if transposed
@@ -91,7 +91,7 @@ def test_convolution(tmp_path: Path, transposed: bool) -> None:
 
 
 def test_norms_and_embeddings(tmp_path: Path) -> None:
-    """Weight, scale and gamma; running, moving and batch statistics; and a count that only PyTorch keeps."""
+    """Weight, scale or gamma; running, moving or batch statistics; and a counter that only PyTorch has."""
     modules = {"norm": torch.nn.LayerNorm(DIM), "bn": torch.nn.BatchNorm1d(DIM), "embed": torch.nn.Embedding(5, DIM)}
     module = torch.nn.ModuleDict(modules).eval()
     w = weights(module)
@@ -119,7 +119,7 @@ def test_norms_and_embeddings(tmp_path: Path) -> None:
 
 
 def attention(w: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """The parameters of flax's attention that compute what PyTorch's does."""
+    """Parameters of flax's attention equivalent to those of PyTorch's."""
     params: dict[str, dict[str, np.ndarray]] = {}
     kernels, biases = np.split(w["in_proj_weight"], 3), np.split(w["in_proj_bias"], 3)
     for name, kernel, bias in zip(("query", "key", "value"), kernels, biases, strict=True):
@@ -130,7 +130,7 @@ def attention(w: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("name", ["layer", "renamed"])
 def test_attention(tmp_path: Path, name: str) -> None:
-    """Packed and transposed, against kernels with an axis of heads; by its names, and by its values."""
+    """Packed, transposed weights against kernels with a head axis, matched by name and by value."""
     module = torch.nn.MultiheadAttention(DIM, HEADS, batch_first=True)
     torch.manual_seed(0)
     with torch.no_grad():

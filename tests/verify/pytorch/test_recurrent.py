@@ -1,4 +1,4 @@
-"""PyTorch's LSTM and GRU against those of flax, flax.nnx, equinox and Keras: the same outputs, values and gradients."""
+"""PyTorch's LSTM and GRU agree with flax, flax.nnx, equinox and Keras in outputs, values and gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GATES = {"LSTM": "ifgo", "GRU": "rzn"}
 
 Arrays = dict[str, np.ndarray]
 Ported = tuple[Any, Callable[[Any], Any]]
-"""Parameters, and the function from them to the outputs of all steps."""
+"""Parameters, and a function from parameters to the outputs of all steps."""
 
 
 def module(kind: str, **options: Any) -> torch.nn.Module:
@@ -37,7 +37,7 @@ def module(kind: str, **options: Any) -> torch.nn.Module:
 
 
 def split(kind: str, weights: Arrays, layer: str = "_l0") -> dict[str, dict[str, np.ndarray]]:
-    """Each gate's kernels and biases, by the names of PyTorch's documentation: ``W["if"]``, ``b["hf"]``."""
+    """Kernels and biases of each gate, named as in PyTorch's documentation: ``W["if"]``, ``b["hf"]``."""
     parts = {"W": {}, "b": {}}
     for letter, name in (("W", "weight"), ("b", "bias")):
         for side in "ih":
@@ -47,7 +47,7 @@ def split(kind: str, weights: Arrays, layer: str = "_l0") -> dict[str, dict[str,
 
 
 def one_bias(kind: str, b: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One bias a gate: the sum of both; of GRU's n that of the input."""
+    """One bias per gate: the sum of both biases, but for GRU's gate n the input bias."""
     return {gate: b["i" + gate] if gate == "n" else b["i" + gate] + b["h" + gate] for gate in GATES[kind]}
 
 
@@ -67,9 +67,9 @@ def linen(kind: str, weights: Arrays) -> Ported:
 
 
 def stacked(kind: str, weights: Arrays) -> Ported:
-    """flax.nnx: the gates of the input in one kernel, those of the state in another."""
+    """The cell of flax.nnx, with one kernel for the input gates and one for the state gates."""
     parts = split(kind, weights)
-    if kind == "GRU":  # it has no bias in r (W h + b)
+    if kind == "GRU":  # flax.nnx has no bias inside r (W h + b)
         weights["bias_hh_l0"][2 * HIDDEN :] = 0
     kernels = {side: weights[f"weight_{side}h_l0"].T for side in "ih"}
     bias = np.concatenate(list(one_bias(kind, parts["b"]).values()))
@@ -117,7 +117,7 @@ FRAMEWORKS = {"linen": linen, "nnx": stacked, "equinox": equinox}
 
 
 def state(model: torch.nn.Module) -> Arrays:
-    """The arrays of the model's own memory."""
+    """The parameters as arrays that share the model's memory."""
     return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
 
 
@@ -166,7 +166,7 @@ def torch_gradients(path: Path, model: torch.nn.Module) -> torch.Tensor:
 
 
 def keras_layers(kind: str, model: torch.nn.Module) -> keras.Model:
-    """Two layers in both directions."""
+    """Two bidirectional layers."""
     weights, layers = state(model), []
     for number in range(2):
         layer = keras.layers.Bidirectional(getattr(keras.layers, kind)(HIDDEN, return_sequences=True))
@@ -183,7 +183,7 @@ def keras_layers(kind: str, model: torch.nn.Module) -> keras.Model:
 
 @pytest.mark.parametrize("kind", GATES)
 def test_layers_of_keras_in_both_directions(tmp_path: Path, kind: str) -> None:
-    """Of its file of weights, whose names say nothing, and of its gradients."""
+    """Both Keras' weights file, whose names carry no information, and gradients."""
     model = module(kind, num_layers=2, bidirectional=True)
     layers = keras_layers(kind, model)
     expected = torch_gradients(tmp_path / "grads.pt", model)
@@ -206,7 +206,7 @@ def test_layers_of_keras_in_both_directions(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_swapped_gate_is_named(tmp_path: Path) -> None:
-    """Input and forget gate: all shapes fit, and the port runs."""
+    """Swapped input and forget gates, which fit all shapes and run without an error."""
     model = module("LSTM")
     cell = linen_cell("LSTM", state(model))
     for side in "ih":
@@ -221,7 +221,7 @@ def test_a_swapped_gate_is_named(tmp_path: Path) -> None:
 
 
 def test_two_equal_biases_are_not_compared_unless_it_is_said_what_they_are(tmp_path: Path) -> None:
-    """Of values their sum is the other side's bias, of gradients each. What begins equal stays equal in training."""
+    """For values the other bias is their sum, for gradients it is either. Equal biases stay equal in training."""
     model = module("LSTM")
     model.bias_hh_l0.data[:] = model.bias_ih_l0.data
     torch.save(model.state_dict(), tmp_path / "w.pt")
@@ -236,7 +236,7 @@ def test_two_equal_biases_are_not_compared_unless_it_is_said_what_they_are(tmp_p
 
 
 def test_a_reference_has_the_layout_of_one_side(tmp_path: Path) -> None:
-    """In float64, from PyTorch or from flax; and the side that is off is named."""
+    """The reference is a float64 dump of PyTorch or flax; the inaccurate side is named."""
     model = module("GRU").double()
     weights = state(model)
     torch.save(model.state_dict(), tmp_path / "torch64.pt")

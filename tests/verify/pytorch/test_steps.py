@@ -1,4 +1,4 @@
-"""Steps of PyTorch go to `check_step` as they are: modules changed in place, optimizers, dicts of tensors."""
+"""`check_step` accepts PyTorch steps unchanged: modules updated in place, optimizers, dicts of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small operations on two threads take ten times as long where other processes run."""
+    """Small operations on two threads take ten times as long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ class Net(torch.nn.Module):
 
 
 class Attends(torch.nn.Module):
-    """The head is the embedding, and the gradient of the keys' biases is nothing but rounding."""
+    """Attention with tied embeddings, in which the gradient of the keys' biases is pure rounding noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def summed(model: Callable[[Any], torch.Tensor], batch: Any) -> tuple[torch.Tens
 
 
 def backward(model: Any, batch: Any, k: int, way: str = "right", autocast: bool = False) -> None:
-    """The gradients of a window, by the loop that people write."""
+    """Computes the gradients of a window with the usual training loop."""
     count = sum(part["real"][:, 1:].sum() for part in parts(batch, k))
     for part in parts(batch, k):
         if way == "last":
@@ -103,7 +103,7 @@ def window(
 
 
 def held(k: int) -> Any:
-    """An optimizer with a state that enters with its module; a loss comes out beside them."""
+    """A step that takes and returns a module and a stateful optimizer, with the loss as a metric."""
 
     def step(params: Any, batch: Any) -> Any:
         model, optimizer = params
@@ -137,7 +137,7 @@ def functional_gradients(k: int) -> Any:
 
 
 def engine(k: int, clears: bool = True) -> Any:
-    """A module that the step keeps, and loads with the parameters."""
+    """A step that owns a module and loads the parameters into it."""
     model = Net()
 
     def step(params: Any, batch: Any) -> Any:
@@ -163,7 +163,7 @@ def compiled(k: int) -> Any:
 
 
 def scaled(way: str) -> Callable[[int], Any]:
-    """In float16, with a scaler that leaves out steps whose gradients are not finite."""
+    """A float16 step with a GradScaler, which skips steps with nonfinite gradients."""
 
     def make_step(k: int) -> Any:
         def step(model: Any, batch: Any) -> None:
@@ -188,7 +188,7 @@ def gradients(way: str) -> Callable[[int], Any]:
 
 
 def arrays(k: int) -> Any:
-    """A batch of NumPy arrays, parameters in float64 casts."""
+    """A step on a batch of NumPy arrays that casts its parameters, even float64 ones, to bfloat16."""
 
     def step(model: Any, batch: Any) -> Any:
         assert isinstance(batch["real"], np.ndarray)
@@ -226,7 +226,7 @@ def test_right_steps_are_the_same_and_accurate(name: str) -> None:
 
 
 def acted_on(action: str) -> Callable[[int], Any]:
-    """Something happens at each microbatch that should happen once a window."""
+    """A step that performs `action` at each microbatch instead of once per window."""
 
     def make_step(k: int) -> Any:
         def step(model: Any, batch: Any) -> None:

@@ -11,7 +11,7 @@ PARAMETERS = problem.initial_parameters()
 
 
 def _float32(parameters: dict[str, np.ndarray], batch: problem.Batch) -> dict[str, np.ndarray]:
-    """The same classifier in float32, in NumPy."""
+    """The classifier in NumPy and float32."""
     hidden = np.tanh(batch.images @ parameters["w1"] + parameters["b1"])
     logits = hidden @ parameters["w2"] + parameters["b2"]
     exp = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -39,7 +39,7 @@ def test_the_gradient_is_that_of_the_loss(name: str) -> None:
 
     slope = (loss(1) - loss(-1)) / (2 * step)
     values, _ = analyse(PARAMETERS, BATCHES[0])
-    # Central differences: a third derivative of order 100 times step**2, and rounding of order 2**-52 / step.
+    # Central differences err by step**2 times a third derivative of order 100, and by rounding of order 2**-52 / step.
     assert slope == pytest.approx(float((values[name] * direction).sum()), abs=1e-7)
 
 

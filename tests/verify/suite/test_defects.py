@@ -1,4 +1,4 @@
-"""The steps of `gradcombine verify` whose defect is named."""
+"""The defects that `gradcombine verify` plants and names."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ def test_the_defect_is_named_and_the_repaired_step_is_not_accused() -> None:
     assert averaged.labels["answer"] == "mean of means" and averaged.holds
     assert weighted.labels["answer"] == "no defect" and weighted.holds
     alike, _ = defects.checked(np.tile(inputs[:1], (defects.EXAMPLES, 1)), np.ones(defects.EXAMPLES, np.float32))
-    assert not alike.holds  # all microbatches have one mean: nothing to name
+    assert not alike.holds  # all microbatches have the same mean: no defect to name

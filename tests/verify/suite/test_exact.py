@@ -11,7 +11,7 @@ from gradcombine.verify.suite import classifier as problem
 
 NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 TERMS = st.lists(st.tuples(NUMBERS, st.integers(1, 1000)), min_size=1, max_size=24)
-"""Contributions: a number and its weight."""
+"""Contributions: pairs of a number and its weight."""
 
 
 def _expected(terms: list[tuple[float, int]]) -> Fraction:

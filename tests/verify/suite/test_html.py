@@ -1,4 +1,4 @@
-"""The page of a verification, and the curves on the terminal, from a small report made by hand."""
+"""The HTML page and the terminal curves of a small hand-made verification report."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_curves_share_a_scale() -> None:
 
 
 def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
-    """Rows that hold alike are one row; those that do not are rows of their own, and named."""
+    """Rows with the same result are merged; failing rows are listed separately by name."""
     more = (row("jax", 4, BITS, True, 0, equal=True), row("jax", 8, BITS, False, 7))
     tables = {each.title: each for each in findings.sections(findings.summary(report(*more)))}
     found = [row.cells for row in tables["Combine in jax"].rows]
@@ -144,7 +144,7 @@ def test_no_name_and_no_number_is_folded(width: int) -> None:
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command, with the run itself replaced."""
+    """The command with the verification replaced by a stub."""
     monkeypatch.setattr(places, "prepare_devices", lambda: None)
     monkeypatch.setattr(
         run, "verify", lambda replicas, full, inject_fault, started: report(*(BROKEN if inject_fault else ()))

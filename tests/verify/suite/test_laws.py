@@ -1,4 +1,4 @@
-"""What rows promise, and that a broken promise is seen."""
+"""Each row's claim holds, and a violation is detected."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_the_reference_itself_holds(place: str, order: str) -> None:
 
 
 def _changed(change: float) -> list[dict[str, np.ndarray]]:
-    """Two replicas' results, the second one with one element changed."""
+    """Results of two replicas; one element of the second is changed."""
     result = places.over_list(*GIVEN, "tree")
     corrupted = result["w"].copy()
     corrupted[1, 2] = change if np.isnan(change) else corrupted[1, 2] * np.float32(1 + change)
