@@ -1,4 +1,4 @@
-"""JAX replicas along nested axes, beside axes that shard the parameters, and how often they exchange."""
+"""JAX replicas along nested axes, next to axes that shard the parameters, and the number of exchanges."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gradcombine import reductions
 pytestmark = pytest.mark.needs("jax")
 
 GRADS = np.arange(16, dtype=np.float32).reshape(2, 4, 2) ** 2
-"""Microbatches on ('replica', 'data') = (2, 4); a column a microbatch."""
+"""Microbatches on ('replica', 'data') = (2, 4), one per column."""
 TOKENS = np.int32([[[1, 3], [2, 2], [4, 0], [1, 1]], [[3, 3], [0, 5], [2, 1], [4, 0]]])
-"""32 tokens in all, so that their mean is exact."""
+"""32 tokens in total, so that their mean is exact."""
 
 ORDERS = pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 
 
 def window(names: Any, order: Any, grads: Any, tokens: Any) -> Any:
-    """The token mean over one replica's microbatches and the replicas along the named axes."""
+    """The token mean over a replica's microbatches and over the replicas along the named axes."""
     reduction = reductions.mean()
     acc = gc.accumulate(reduction, every=2, order=order)
     state = acc.init({"w": grads[0]})
@@ -98,7 +98,7 @@ def test_nested_axes_together(way: Callable[..., Any], order: Any) -> None:
 
 @WAYS
 def test_one_of_two_axes(way: Callable[..., Any]) -> None:
-    """Each row of replicas has a mean of its own."""
+    """Each row of replicas has a separate mean."""
     result = way(partial(window, "data", "tree"))
     np.testing.assert_array_equal(result, np.stack([token_mean((1, 2))] * 4, axis=1))
 
@@ -108,7 +108,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def sharded_step(check_vma: bool, every: int, differentiate_own: bool = True) -> Any:
-    """A window of gradients: columns of ``w`` lie on 'model', ``scale`` on all devices, the batch on 'data'."""
+    """A window of gradients: the columns of ``w`` are sharded over 'model', the batch over 'data'; ``scale`` is replicated."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -126,7 +126,7 @@ def sharded_step(check_vma: bool, every: int, differentiate_own: bool = True) ->
 
         state, _ = jax.lax.scan(microbatch, acc.init(own), xs)
         means = acc.value(gc.merge_replicas(reduction, state, over=gc.jax_axis("data")))
-        if not check_vma:  # with check_vma, the gradient of what lies on all of 'model' is summed over it by shard_map
+        if not check_vma:  # with check_vma, shard_map sums the gradient of parameters that are replicated over 'model'
             means["scale"] = jax.lax.psum(means["scale"], "model")
         return means
 
@@ -155,7 +155,7 @@ def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
 
 
 def all_reduces(program: Any, *arguments: Any) -> tuple[int, int]:
-    """The all-reduces of a compiled program: those of its entry, which run once, and those in its loops."""
+    """Numbers of all-reduces in a compiled program: in its entry, where they run once, and in its loops."""
     once, repeated, entry = 0, 0, False
     for line in program.lower(*arguments).compile().as_text().splitlines():
         if line.endswith("{") and not line.startswith(" "):
@@ -168,9 +168,9 @@ def all_reduces(program: Any, *arguments: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_window_is_one_exchange_over_the_data_axis(check_vma: bool, every: int) -> None:
-    """One of gradients, weights and the digits of counts; beside it that of the model axis.
+    """One exchange of gradients, weights and digits of counts; in addition, the one over the model axis.
 
-    The latter is shard_map's own under check_vma, in each microbatch.
+    With check_vma, shard_map makes the latter, in each microbatch.
     """
     expected = (1, 1) if check_vma else (2, 0)
     assert all_reduces(sharded_step(check_vma, every), PARAMS, batch(every)) == expected
@@ -192,13 +192,13 @@ def test_a_window_on_pmap_is_one_exchange() -> None:
 
 
 def test_a_gradient_that_is_summed_in_the_loop_is_refused() -> None:
-    """Without pcast, shard_map sums each microbatch over the replicas: an exchange a microbatch, and wrong weights."""
+    """Without pcast, shard_map would sum each microbatch over the replicas: one exchange each, and wrong weights."""
     with pytest.raises(gc.GradCombineError, match=r"leaf \['scale'\]: expected a value that varies"):
         sharded_step(True, every=2, differentiate_own=False)(PARAMS, batch(2))
 
 
 def test_numpy_values_are_exchanged_too() -> None:
-    """A value or a state that is NumPy's still, as one that has just been loaded."""
+    """Accepts NumPy values and states, e.g. ones that have just been loaded."""
     total = gc.reductions.sum()
     state = total.update(total.init(np.zeros(2, np.float32)), np.float32([1, 2]))
 

@@ -1,4 +1,4 @@
-"""JAX: what compilation may not change, and what shard_map's types tell about a value."""
+"""JAX: compilation changes no bits, and shard_map's types (vma) tell which values are already reduced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ X = np.arange(8, dtype=np.float32)
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_an_already_summed_gradient_is_refused(reduction: str) -> None:
-    """With check_vma, the gradient of a replicated parameter is summed by shard_map: never N times it."""
+    """With check_vma, shard_map sums the gradient of a replicated parameter, so summing it again would be wrong."""
     import jax
 
     own, same = specs()
@@ -48,7 +48,7 @@ def test_an_already_summed_gradient_is_refused(reduction: str) -> None:
 
     with pytest.raises(gc.GradCombineError, match=r"all_reduce: leaf \['w'\]: expected a value that varies"):
         sharded(step, (same, own), same, check_vma=True)(np.float32(1), X)
-    # Without check_vma gradients are local, and the same code is right.
+    # Without check_vma, gradients are local, and the same code is correct.
     expected = X.reshape(4, 2).sum(1) / 2
     result = sharded(step, (same, own), same, check_vma=False)(np.float32(1), X)
     assert result["w"] == (expected.sum() if reduction == "sum" else expected.mean())
@@ -58,7 +58,7 @@ def test_an_already_summed_gradient_is_refused(reduction: str) -> None:
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "first"])
 def test_a_gradient_by_pcast_parameters_is_combined_once(reduction: str, order: Any, check_vma: bool) -> None:
-    """The result is the same on all replicas, also by type: ``out_specs=P()`` accepts it."""
+    """The result is equal on all replicas and has an invariant type: ``out_specs=P()`` accepts it."""
     import jax
 
     own, same = specs()
@@ -121,7 +121,7 @@ def test_reducing_over_one_axis_of_two_leaves_the_other_alone() -> None:
 
 
 def test_compiled_products_and_quotients_round_as_uncompiled_ones() -> None:
-    """XLA would fuse the product into the addition, and divide by multiplying with a reciprocal."""
+    """By default, XLA would fuse products into additions and divide by multiplying with a reciprocal."""
     import jax
 
     rng = np.random.default_rng(0)
@@ -135,7 +135,7 @@ def test_compiled_products_and_quotients_round_as_uncompiled_ones() -> None:
 
 
 def test_complex_weights_do_not_touch_the_other_part() -> None:
-    """A full complex product would turn an infinite part into NaN."""
+    """A complex product would turn an infinite part into NaN."""
     import jax
 
     value = np.array([complex(np.inf, 1)], np.complex64)

@@ -1,4 +1,4 @@
-"""What JAX replicas exchange: small leaves in one flat array, with the bits and the types of leaves that go alone."""
+"""JAX replicas exchange small leaves as one flat array, with the bits and types of separate exchanges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES: list[tuple[tuple[int, ...], Any]] = [
     ((2, 2), np.complex64),
     ((9,), np.float16),
 ]
-"""Leaves of each dtype on both sides of the limit (64 KiB), a float16 leaf without a partner, an empty one."""
+"""Leaves of each dtype on both sides of the limit (64 KiB), a single float16 leaf, an empty leaf."""
 
 
 def data() -> list[np.ndarray]:
@@ -45,7 +45,7 @@ def data() -> list[np.ndarray]:
 
 
 def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
-    """``function`` on each replica's leaves; the results of all replicas, stacked."""
+    """Maps ``function`` over the replicas' leaves; returns the results of all replicas, stacked."""
     import jax
     from jax.sharding import AxisType
     from jax.sharding import PartitionSpec as P
@@ -99,9 +99,9 @@ def test_sums_and_stacks_have_the_bits_of_leaves_that_go_alone(way: str) -> None
 
 
 def collectives(compiled: Any) -> dict[str, list[int]]:
-    """The collective operations of a compiled program: the number of arrays in each."""
+    """Collective operations of a compiled program, by name: the number of arrays in each."""
     found: dict[str, list[int]] = {}
-    # An asynchronous collective is a pair of instructions; its start alone counts.
+    # An asynchronous collective is a pair of instructions: count its start only.
     pattern = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\((.*?)\)[,\s]"
     for kind, operands in re.findall(pattern, compiled.as_text()):
         found.setdefault(kind, []).append(operands.count("%"))
@@ -117,7 +117,7 @@ def mesh() -> Any:
 
 
 def test_forty_small_leaves_and_two_large_ones_are_one_exchange(mesh: Any) -> None:
-    """The weight travels in the bucket of the gradients, and the count as digits beside it."""
+    """The weight is in the gradients' bucket; the count is sent as digits in the same exchange."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -126,14 +126,14 @@ def test_forty_small_leaves_and_two_large_ones_are_one_exchange(mesh: Any) -> No
 
     xs = [np.full((N, 1000), i, np.float32) for i in range(40)] + [np.ones((N, 100_000), np.float32)] * 2
     compiled = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())).lower(xs).compile()
-    # The bucket, and the two arrays that go alone.
+    # The bucket and the two arrays that are too large for it.
     assert collectives(compiled) == {"all-reduce": [3]}
     for i, x in enumerate(compiled(xs)[:40]):
         np.testing.assert_array_equal(x, np.full((1, 1000), i, np.float32))
 
 
 def test_leaves_of_different_types_keep_their_own(mesh: Any) -> None:
-    """A leaf that is the same over 'model' stays so beside one that is not: the specs are checked by check_vma."""
+    """A leaf that is invariant over 'model' stays so next to a varying one: check_vma checks the specs."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -150,7 +150,7 @@ def test_leaves_of_different_types_keep_their_own(mesh: Any) -> None:
 
 
 def test_a_leaf_that_the_compiler_shards_is_not_copied_together(mesh: Any) -> None:
-    """Beside an axis that shard_map leaves to the compiler, a flat array would gather the shards of every leaf."""
+    """With an axis that shard_map leaves to the compiler, a flat array would gather the shards of every leaf."""
     import jax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -169,7 +169,7 @@ def test_a_leaf_that_the_compiler_shards_is_not_copied_together(mesh: Any) -> No
 
 
 COUNTS = np.int32([[1, -1, 2**31 - 1, -(2**31), 2**11, 0], [2, -3, 1, -1, 2**22 - 1, 0]] * 2)
-"""A row a replica; the sums of the third and the fourth column leave the range of int32, and wrap around."""
+"""One row per replica; the sums of the third and fourth column overflow int32 and wrap around."""
 
 
 @WAYS

@@ -1,4 +1,4 @@
-"""TensorFlow: what graph rewrites may not change."""
+"""TensorFlow: graph rewrites change no bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VALUES = [RNG.normal(size=513).astype(np.float32) for _ in range(20)]
 @pytest.mark.parametrize("method", ["add_n", "accumulate_n", "tree"])
 @pytest.mark.parametrize("n", [3, 9, 20])
 def test_the_order_of_additions_survives(n: int, method: str, jit_compile: bool) -> None:
-    """Left to itself, Grappler makes one AddN of any chain or tree of additions, which adds in blocks of eight."""
+    """By default, Grappler would turn any chain or tree of additions into one AddN, which adds in blocks of eight."""
     import tensorflow as tf
 
     run = tf.function(lambda values: gc.add_n(values, method), jit_compile=jit_compile)
@@ -27,7 +27,7 @@ def test_the_order_of_additions_survives(n: int, method: str, jit_compile: bool)
 
 
 def test_the_case_bites() -> None:
-    """The same chain in plain TensorFlow has other bits."""
+    """The same chain in plain TensorFlow has different bits."""
     import tensorflow as tf
 
     @tf.function
@@ -42,7 +42,7 @@ def test_the_case_bites() -> None:
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_weighted_means_round_as_uncompiled_ones(jit_compile: bool) -> None:
-    """With constant weights too, by which Grappler and XLA would divide through a reciprocal."""
+    """Includes constant weights, by whose reciprocals Grappler and XLA would multiply."""
     import tensorflow as tf
 
     weights = np.float32([0.3, 0.7, 7.1])
@@ -76,7 +76,7 @@ def test_sums_are_differentiable() -> None:
 
 
 def test_tracing_does_not_rewrite_the_library() -> None:
-    """AutoGraph would convert the source of every function that it passes through."""
+    """By default, AutoGraph would convert the source of every function that is called."""
     import tensorflow as tf
 
     acc = gc.accumulate(reductions.mean(), every=2)

@@ -1,4 +1,4 @@
-"""TensorFlow: small leaves of exact sums, which run as one array."""
+"""TensorFlow: small leaves of exact sums are processed as one array."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_graphs_of_exact_sums_grow_by_what_takes_small_leaves_in_and_out() -> No
         graph = tf.function(call, autograph=False).get_concrete_function(red.init(grads), grads).graph.as_graph_def()
         return len(graph.node) + sum(len(called.node_def) for called in graph.library.function)
 
-    # One by one, a leaf would add 206, 477, 65 and 881.
+    # Separately, each leaf would add 206, 477, 65 and 881.
     most = {"update": 30, "finalize": 20, "merge": 30, "combine": 50}
     for name, call in calls.items():
         assert operations(call, 20) - operations(call, 10) <= 10 * most[name], name

@@ -1,4 +1,4 @@
-"""TensorFlow: bundles of several dtypes, exchanged by replicas that hold different data."""
+"""TensorFlow: replicas with different data exchange bundles of several dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcombine import reductions
 pytestmark = pytest.mark.needs("tensorflow")
 
 REPLICAS = 3
-# In these bundles the position of an array is the number by which TensorFlow knows a dtype of a neighbour: tf.float32
+# In these bundles, the position of an array equals TensorFlow's enum value of the dtype of a neighbor: tf.float32
 # is 1, tf.float64 2, tf.int32 3, tf.complex64 8, tf.int64 9, tf.bfloat16 14 and tf.float16 19.
 BUNDLES = {
     "float64 alone": ["float64"],
@@ -28,14 +28,14 @@ BUNDLES = {
 
 
 def contribution(name: str, rank: int) -> list[np.ndarray]:
-    """Small integers, so that every dtype's sum is exact; another value in each leaf and on each replica."""
+    """Small integers, whose sums are exact in every dtype; each leaf and replica has a different value."""
     dtypes = [np.dtype(getattr(ml_dtypes, d, d)) for d in BUNDLES[name]]
     return [np.asarray([i + rank, 2 * rank], dtype) for i, dtype in enumerate(dtypes)]
 
 
 @pytest.fixture(scope="module")
 def reduced() -> dict[str, list[list[Any]]]:
-    """What each replica received, by bundle and by the dtype on the wire; all from one program."""
+    """Results of all replicas, by bundle and by the dtype on the wire; computed in one program."""
     import tensorflow as tf
 
     devices = [f"CPU:{i}" for i in range(REPLICAS)]
@@ -73,7 +73,7 @@ def test_sums_of_several_dtypes(reduced: dict[str, list[list[Any]]], name: str) 
 
 
 def test_many_leaves_on_a_narrow_wire(reduced: dict[str, list[list[Any]]]) -> None:
-    """Codes of 16 bits are gathered in words of 32, beside a weight in float32 and a count in int32."""
+    """Codes of 16 bits are gathered in words of 32 bits, next to a float32 weight and an int32 count."""
     for i, received in enumerate(reduced["wire"]):
         for own in received:
             np.testing.assert_array_equal(own.numpy(), np.float32([i + 1, i + 1]))

@@ -1,4 +1,4 @@
-"""TensorFlow: tensors of which a dimension is not known while tracing."""
+"""TensorFlow: tensors with a dimension that is unknown while tracing."""
 
 from __future__ import annotations
 

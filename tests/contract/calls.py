@@ -1,4 +1,4 @@
-"""Every public function with valid arguments, and the methods of what they make; found by introspection."""
+"""Valid calls of all public functions, which are found by introspection, and of the methods of their results."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ PUBLIC = (
     *("gradcombine.integrations.jax.zero", "gradcombine.integrations.optax", "gradcombine.integrations.tensorflow"),
     *("gradcombine.integrations.keras", "gradcombine.integrations.horovod"),
 )
-"""The modules whose names users have."""
+"""Public modules."""
 
 
 class Call(NamedTuple):
-    """A function, and the kinds of its parameters, of which required ones have to be there."""
+    """A function and the kinds of its parameters, including all required ones."""
 
     function: Callable[..., Any]
     kinds: Mapping[str, Kind]
@@ -89,7 +89,7 @@ def required(function: Callable[..., Any]) -> list[str]:
 
 
 def public() -> dict[str, Any]:
-    """The functions and classes that take arguments of users; a name that several modules have, once."""
+    """Public functions and classes that users call, by name; re-exported ones once."""
     found: dict[Any, str] = {}
     for module in PUBLIC:
         space = vars(importlib.import_module(module))
@@ -103,14 +103,14 @@ def public() -> dict[str, Any]:
 
 
 def _is_record(x: Any) -> bool:
-    """Whether functions return it: of those, users make none."""
+    """Whether it is a record type that functions return and users do not create."""
     if not isinstance(x, type):
         return not inspect.isroutine(x)
     return hasattr(x, "_fields") or issubclass(x, enum.Enum | BaseException)
 
 
 _INNER = {"audit_file", "read", "require_once", "shard", "gather", "Loss"}
-"""Called by other modules, which name their errors; or where only a method below can."""
+"""Functions called by other modules, which name the operation in errors, or through a method below."""
 
 
 def only(valid: Any, **mistakes: Any) -> Kind:
@@ -143,13 +143,13 @@ NUMBERED = only(
 )
 PASSED_ON = ("an array of objects", "an array of strings", "an array of dates", "a structured array", "2**31", "a bool")
 PASSED_ON += ("an array of bools",)
-"""Leaves of functions that take some kinds and pass on others."""
+"""Mistaken leaves that some functions accept or pass through."""
 BOOLS = ("a bool", "an array of bools")
-"""Of functions that look at bits, whose they are not to say."""
+"""Bool leaves, accepted by functions that work on the bits of any dtype."""
 UNSEEN = ("of another dtype", "of another shape", "a count of floats")
-"""Seen by `check_state`: those who combine trust the states of their reduction."""
+"""Mistakes that only `check_state` reports: combining functions trust the states of their reduction."""
 COMPARED = ("an array of strings", "an array of dates", "a structured array", *BOOLS)
-"""Leaves that are named as not compared."""
+"""Leaves that comparisons report as not compared."""
 
 
 SIZES = only([1, 2], none=None, text="ab", floats=[0.5, 1.5], number=3, bools=[True, False])
@@ -364,7 +364,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "mode": choice("eager"),
     },
 }
-"""Of some functions, where a parameter's kind is not that of its name."""
+"""Exceptions by function, where a parameter's kind is not that of its name."""
 
 
 def accumulator_init(like: Any) -> Any:
@@ -534,11 +534,11 @@ METHODS: list[tuple[Callable[..., Any], dict[str, Kind]]] = [
     (horovod_called, {"grads": TENSORS.without("a_number")}),
     (aggregated, {"grads": TENSORS}),
 ]
-"""What functions make, called with what its users hand over: states, gradients, batches."""
+"""Calls of functions and objects that public functions return, with states, gradients and batches."""
 
 
 def _calls() -> dict[str, Call]:
-    """All of them, by name."""
+    """All calls, by name."""
     made = {name: Call(f, KINDS | SPECIAL.get(name, {})) for name, f in public().items()}
     return made | {f.__name__: Call(f, KINDS | kinds) for f, kinds in METHODS}
 

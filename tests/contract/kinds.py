@@ -1,4 +1,4 @@
-"""The kinds of arguments that public functions take: of each a valid one, and mistakes that users make."""
+"""Kinds of arguments of public functions, each with a valid value and with mistakes that users make."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Kind(NamedTuple):
     """A kind of argument.
 
     Attributes:
-      valid: makes a valid one.
-      mistakes: what is refused in its place, by name.
+      valid: makes a valid value.
+      mistakes: invalid values, by name.
     """
 
     valid: Callable[[], Any]
     mistakes: dict[str, Any]
 
     def but(self, valid: Any, *accepted: str) -> Kind:
-        """With another valid argument, and without what is none of a function's mistakes."""
+        """The kind with another valid value and without the mistakes that a function accepts."""
         return Kind(lambda: valid, self.without(*accepted).mistakes)
 
     def without(self, *accepted: str) -> Kind:
-        """Without what is none of a function's mistakes."""
+        """The kind without the mistakes that a function accepts."""
         assert set(accepted) <= set(self.mistakes)
         return Kind(self.valid, {name: x for name, x in self.mistakes.items() if name not in accepted})
 
@@ -88,7 +88,7 @@ _STATES = {
     "made for another tree": SUM.init(TREE)._replace(dtypes={"v": static_dtype("float32")}),
 }
 
-# Kinds by what they are.
+# Kinds that several parameters share.
 LEAF = Kind(lambda: ONE, LEAVES)
 TREES = Kind(lambda: TREE, {name: {"w": x} for name, x in LEAVES.items()})
 LIST_OF_TREES = Kind(
@@ -271,4 +271,4 @@ KINDS: dict[str, Kind] = {
     "table": Kind(lambda: np.ones((4, 1), np.float32), _ARRAYS),
     "mean": MAYBE_REDUCTION,
 }
-"""By the names of parameters."""
+"""Kinds by parameter name."""

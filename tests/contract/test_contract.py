@@ -1,4 +1,4 @@
-"""The contract of public functions: a mistake in any argument is one short GradCombineError, with an operation."""
+"""The contract of public functions: a mistake in any argument raises one short GradCombineError with its operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.contract.kinds import MEAN, ONE, SUM
 
 @pytest.fixture(autouse=True)
 def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistaken path may be one to write to."""
+    """Isolates the calls in a temporary directory, as mistaken paths may be written to."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -45,7 +45,7 @@ def test_mistakes_are_refused(name: str) -> None:
 
 
 def refusal(call: Call, **wrong: Any) -> str:
-    """What happened, where it is not one short GradCombineError that names an operation."""
+    """Empty if the call raises one short GradCombineError with an operation; otherwise what it did instead."""
     try:
         call.function(**call.arguments() | wrong)
     except gc.GradCombineError as error:

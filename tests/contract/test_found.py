@@ -1,4 +1,4 @@
-"""Mistakes that ended in another error, or in none, before."""
+"""Regressions: mistakes that once raised another error or none."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_keras_weights_of_which_one_is_wrong_change_none(optimizer: Any) -> None
 
 
 def test_a_step_keeps_the_dtypes_of_its_optimizers_state_or_refuses_another_form() -> None:
-    """Over the calls of a window, where a conditional asks for it."""
+    """Dtypes stay fixed over the calls of a window, as a conditional needs it."""
 
     def counting(more: Callable[[Any], Any]) -> optax.GradientTransformation:
         return optax.GradientTransformation(lambda p: jnp.bfloat16(0), lambda u, s, p=None: (u, more(s)))
@@ -131,7 +131,7 @@ def test_costs_of_accumulators_of_several_arrays_are_refused() -> None:
 
 
 def test_states_and_batches_that_only_jax_knows() -> None:
-    """A state of the optimizer that it returns in another form, and an array of what JAX has for no gradient."""
+    """Rejects an optimizer state whose structure changes, and float0 arrays."""
     tx = for_optax.accumulate(SGD, 1)
     params = {"w": np.zeros(2, np.float32)}
     state = tx.init(params)

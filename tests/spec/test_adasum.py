@@ -1,4 +1,4 @@
-"""The adaptive sum, in every mode: the bits of its rounded rule where dot products are exact, elsewhere its bound."""
+"""Adasum in every mode: the bits of its rounded formula where dot products are exact, elsewhere its error bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAIRWISE = Adaptive("list", "tree")
 
 
 def everywhere(env: modes.Env, data: Any) -> Any:
-    """List and time in both orders, compiled as one program."""
+    """Combines in a list and over time in both orders, in one program."""
     return {f"{place} {order}": Adaptive(place, order)(env, data) for place in ("list", "time") for order in ORDERS}
 
 
@@ -43,7 +43,7 @@ def power_of_two(a: Vector) -> Fraction:
 
 
 def exact_dot(a: Vector, b: Vector) -> Fraction:
-    """The dot product of one element, rounded; or of several, all of whose partial sums have to be exact."""
+    """The dot product: rounded for one element; for several, all partial sums must be exact."""
     if len(a) == 1:
         return exact.round_to(a[0] * b[0])
     products = [x * y for x, y in zip(a, b, strict=True)]
@@ -69,7 +69,7 @@ def rounded(a: Vector, b: Vector) -> Vector:
 
 
 def expected_of(values: Sequence[Any], weights: Sequence[Any], order: str, blocks: int = 1) -> np.ndarray:
-    """``order`` within each block, the canonical tree over blocks."""
+    """Expected result: in ``order`` within each block, in the canonical tree over blocks."""
     size, shape = len(values) // blocks, np.shape(values[0])
     nothing = (Fraction(0),) * math.prod(shape)
     vectors = [vector(x) if w else nothing for x, w in zip(values, weights, strict=True)]
@@ -82,7 +82,7 @@ def expected_of(values: Sequence[Any], weights: Sequence[Any], order: str, block
 
 
 def check(received: Any, expected: np.ndarray) -> None:
-    """Equal numbers; of a zero, the sign is not looked at."""
+    """Asserts equal numbers, ignoring the sign of zeros."""
     assert (received.dtype, received.shape) == (np.float32, expected.shape)
     np.testing.assert_array_equal(received, expected)
 
@@ -110,12 +110,12 @@ def both_orders(env: modes.Env, data: Any) -> Any:
     return {order: Adaptive("list", order)(env, data) for order in ORDERS}
 
 
-# Parallel, then orthogonal: the result of every merge but the last has exact dot products with what follows.
+# Parallel, then orthogonal: each merge result but the last has exact dot products with the following terms.
 PARALLEL_PAIRS = np.float32([[2, 0, 2], [2, 0, 2], [0, 4, 0], [0, 8, 0]])
 
 
 def test_four_vectors(mode: modes.Mode) -> None:
-    """Averages of what is parallel, sums of what is orthogonal. A chain is not a tree."""
+    """Parallel vectors are averaged, orthogonal ones added; a chain differs from a tree."""
     data = {"values": {"w": PARALLEL_PAIRS}, "weights": np.float32([1, 3, 0.5, 1])}
     (results,) = mode.run(both_orders, [data])
     ruled = {order: expected_of(PARALLEL_PAIRS, np.ones(4), order) for order in ORDERS}
@@ -126,7 +126,7 @@ def test_four_vectors(mode: modes.Mode) -> None:
 
 @traced_quickly(("jax_shard_map",))
 def test_replicas_are_merged_in_the_tree(replicated: modes.Mode) -> None:
-    """In order "sequential" too."""
+    """Holds for order "sequential" as well."""
     data = {"values": {"w": PARALLEL_PAIRS}, "weights": np.ones(4, np.float32)}
     for result in replicated.run(Adaptive("replicas", "sequential"), deal(data, 4)):
         check(result["w"], np.float32([2, 6, 2]))
@@ -136,7 +136,7 @@ def test_replicas_are_merged_in_the_tree(replicated: modes.Mode) -> None:
 @settings(max_examples=4)
 @given(data=contributions(4, FLOATS))
 def test_time_and_replicas(replicated: modes.Mode, data: Any) -> None:
-    """Order "tree" does not depend on the number of replicas; order "sequential" is a chain on each of them."""
+    """Order "tree" is independent of the number of replicas; order "sequential" is a chain on each of them."""
     only = {"values": {"scalar": data["values"]["scalar"]}, "weights": data["weights"]}
     for order, blocks in (("tree", 1), ("sequential", 2)):
         expected = expected_of(only["values"]["scalar"], only["weights"], order, blocks)
@@ -150,7 +150,7 @@ def true_adasum(a: Vector, b: Vector) -> list[Fraction]:
 
 
 def bound(a: Vector, b: Vector) -> list[float]:
-    """How far each element may be off, for dot products added in any order: as the docstring states it."""
+    """The documented error bound of each element, for dot products summed in any order."""
     u, n = 2.0**-24, len(a)
     g = n * u / (1 - n * u)
     factor = (1 + (1 + g) * (1 + u) / (1 - g) - 1) * (1 + u) ** 3 - 1
@@ -163,7 +163,7 @@ def bound(a: Vector, b: Vector) -> list[float]:
 
 @pytest.mark.parametrize("exponent", [0, 60, -60])
 def test_the_error_keeps_its_bound(mode: modes.Mode, exponent: int) -> None:
-    """Also where squares overflow or underflow in float32; and b is a thousand times as long as a."""
+    """Holds where squares overflow or underflow in float32; b is a thousand times as long as a."""
     rng = np.random.default_rng(0)
     values = np.float32(rng.normal(size=(2, 7, 33)) * [[[1]], [[1000]]] + 0.5) * np.float32(2.0**exponent)
     (result,) = mode.run(PAIRWISE, [{"values": {"w": values}, "weights": np.ones(2, np.float32)}])
@@ -173,7 +173,7 @@ def test_the_error_keeps_its_bound(mode: modes.Mode, exponent: int) -> None:
 
 
 def of_no_effect(env: modes.Env, data: Any) -> Any:
-    """Two states that must be equal, finalized."""
+    """Finalizes two states that must be equal."""
     values, weights = rows(data["values"]), rows(data["weights"])
     a, b = (ADASUM.update(ADASUM.init(values[0]), value, weight) for value, weight in zip(values, weights, strict=True))
     both = ADASUM.merge(a, b)
@@ -219,7 +219,7 @@ def test_special_values(mode: modes.Mode, case: str) -> None:
 @traced_quickly(("jax_jit", "bfloat16"), ("tf_function", "float16"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
-    """In bfloat16, squares of 300 would be rounded, and in float16 they overflow."""
+    """The square of 300 would round in bfloat16 and overflow in float16."""
     kind = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}[dtype]
     values = np.array([[300, 0], [300, 300]]).astype(kind)
     (result,) = mode.run(PAIRWISE, [{"values": {"w": values}, "weights": np.ones(2, np.float32)}])
@@ -241,7 +241,7 @@ def test_float64_keeps_its_own_width() -> None:
 
 @traced_quickly(("jax_shard_map",))
 def test_a_narrow_wire(replicated: modes.Mode) -> None:
-    """257 needs nine bits, and bfloat16 has eight: the ranks exchange 256, which is orthogonal to 0 and 2."""
+    """257 needs nine bits, and bfloat16 has eight: the ranks exchange (256, 0), which is orthogonal to (0, 2)."""
     data = {"values": {"w": np.float32([[257, 0], [0, 2]])}, "weights": np.ones(2, np.float32)}
     for result in replicated.run(Single(ON_A_NARROW_WIRE, "replicas", "tree"), deal(data, 2)):
         check(result["w"], np.float32([256, 2]))

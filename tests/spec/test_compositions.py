@@ -1,4 +1,4 @@
-"""Wrappers around wrappers: every pair and every three, in each order, in each place and integration."""
+"""Nested wrappers: every pair and triple in each nesting order, in each place and integration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcombine.reductions import Numbered, Ratio
 F32 = np.float32
 MOST = 5.0
 GRADS = [F32([3, 4]), F32([np.inf, 1]), F32([12, 16]), F32([6, -8])]
-"""Norms of 5 times a power of two: clipping to 5 is exact, and so is all else."""
+"""Norms are 5 times a power of two, so that clipping to 5 and all sums are exact."""
 WEIGHTS = [2, 1, 1, 4]
 
 WRAPPERS: dict[str, Callable[[gc.Reduction], gc.Reduction]] = {
@@ -32,16 +32,16 @@ NAMES = [names for size in (1, 2, 3) for names in itertools.permutations(WRAPPER
 
 
 def has_meaning(names: tuple[str, ...]) -> bool:
-    """A ratio divides a mean: what records something besides is put around it, not inside of it."""
+    """Whether a composition is allowed: wrappers that record something go around a ratio, not inside it."""
     inside = names[names.index("ratio") + 1 :] if "ratio" in names else ()
     return not {"measured", "numbered"} & set(inside)
 
 
 MEANINGFUL = list(filter(has_meaning, NAMES))
 FOR_GRADIENTS = [names for names in MEANINGFUL if not {"measured", "ratio"} & set(names)]
-"""Those whose result is a gradient and whose contributions are gradients, as integrations have them."""
+"""Compositions from gradients to gradients, as integrations need them."""
 COMPILED_BY_JAX = [names for names in FOR_GRADIENTS if "checked" not in names]
-"""A check in compiled code of JAX needs jax.experimental.checkify around it."""
+"""In JAX, compiled checks need jax.experimental.checkify."""
 
 
 def composed(names: tuple[str, ...], base: gc.Reduction) -> gc.Reduction:
@@ -51,7 +51,7 @@ def composed(names: tuple[str, ...], base: gc.Reduction) -> gc.Reduction:
 
 
 def contribution(names: tuple[str, ...], i: int, grad: Any = None) -> Any:
-    """What the outermost wrapper takes: a number and a denominator in the order of the wrappers."""
+    """The input of the outermost wrapper: number and denominator are nested in the order of the wrappers."""
     value = GRADS[i] if grad is None else grad
     for name in reversed(names):
         value = Numbered(value, i) if name == "numbered" else Ratio(value, WEIGHTS[i]) if name == "ratio" else value
@@ -59,7 +59,7 @@ def contribution(names: tuple[str, ...], i: int, grad: Any = None) -> Any:
 
 
 def expected(names: tuple[str, ...], weights: list[int] = WEIGHTS) -> list[float]:
-    """The mean of what the wrappers leave: all numbers are small multiples of 1/8, so the quotient alone rounds."""
+    """The expected mean. All numbers are small multiples of 1/8, so that only the division rounds."""
     total, weight = [0.0, 0.0], 0
     for grad, w in zip(GRADS, weights, strict=True):
         value = [float(x) for x in grad]
@@ -70,7 +70,7 @@ def expected(names: tuple[str, ...], weights: list[int] = WEIGHTS) -> list[float
                 norm = float(np.hypot(*value))
                 value = [x * min(1.0, MOST / norm) if np.isfinite(norm) else np.nan for x in value]
         if w:
-            # A ratio's contributions are not multiplied by their denominators again.
+            # The numerators of a ratio are not multiplied by their denominators.
             total = [t + x * (1 if "ratio" in names else w) for t, x in zip(total, value, strict=True)]
             weight += w
     return [float(F32(t / weight)) for t in total]
@@ -139,13 +139,13 @@ def test_metrics_and_norms_do_not_see_numbers_and_denominators() -> None:
 
 
 def quick(names: list[tuple[str, ...]]) -> list[Any]:
-    """Pairs with a ledger in the test command; the others in the full suite."""
+    """Test parameters: pairs with a ledger are quick; all others run in the full suite."""
     selected = [[] if len(each) == 2 and "numbered" in each else [pytest.mark.full] for each in names]
     return [pytest.param(each, marks=marks, id="-".join(each)) for each, marks in zip(names, selected, strict=True)]
 
 
 def jax_loss(params: Any, rows: Any) -> Any:
-    """A loss whose gradient is the row, of which each microbatch has one; its weight is the last column."""
+    """A loss whose gradient is the row; a microbatch has one row, and its last column is the weight."""
     import jax.numpy as jnp
 
     from gradcombine.integrations.jax import LossOutput
@@ -229,7 +229,7 @@ def test_a_step_of_tensorflow(names: tuple[str, ...]) -> None:
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("names", quick(FOR_GRADIENTS))
 def test_passes_of_horovod(names: tuple[str, ...]) -> None:
-    """Which have no weights: each counts once."""
+    """Passes have no weights, so each counts once."""
     import tensorflow as tf
 
     from gradcombine.integrations.horovod import LocalGradientAggregation

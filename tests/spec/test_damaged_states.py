@@ -1,4 +1,4 @@
-"""Parts of states that are wrong, and arrays that are none: one short error, and nothing that was there has changed."""
+"""Damaged states and invalid arrays raise one short error and leave all existing values unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.contract.kinds import LEAVES, ONE, ROWS, WEIGHT
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What happened, where it is not one short GradCombineError."""
+    """Empty if the call raises one short GradCombineError; otherwise describes what it did instead."""
     try:
         call()
     except gc.GradCombineError as error:
@@ -45,7 +45,7 @@ NO_PARTS: dict[str, Any] = {
     "a scalar": np.uint64(2**63),
     "a constant": tree.static_dtype("float32"),
 }
-"""In the place of any part of a state; most of them are no such part."""
+"""Replacements for each part of a state; most of them are invalid there."""
 DAMAGED: dict[str, gc.Reduction] = {
     "mean": reductions.mean(),
     "exact": reductions.mean("exact"),
@@ -74,7 +74,7 @@ def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_every_part_of_a_state_is_looked_at(name: str) -> None:
-    """Whatever stands in the place of a part: the one error of `check_state`, or a state that all functions take."""
+    """For every replaced part, `check_state` raises its one error, or all functions accept the state."""
     reduction = DAMAGED[name]
     value = {"rows": ROWS, "numbered": reductions.Numbered(ONE, 2)}.get(name, ONE)
     state = reduction.update(reduction.init(value), value, 2)
@@ -102,7 +102,7 @@ def test_every_part_of_a_state_is_looked_at(name: str) -> None:
 
 
 def test_a_state_without_its_accumulator_has_no_result() -> None:
-    """None would say that the parameter has no gradient."""
+    """Returning None would mean that the parameter has no gradient."""
     state = reductions.mean().init(ONE)
     with pytest.raises(gc.GradCombineError, match="an accumulator for contributions of float32"):
         reductions.mean().finalize(state._replace(value=None))
@@ -128,7 +128,7 @@ def bits(state: Any) -> list[bytes]:
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_failed_update_leaves_the_state_whole(name: str, order: Any) -> None:
-    """The leaf before the bad one is good: what was done to it must not show."""
+    """The leaf before the bad one is valid; its update must not become visible."""
     acc = gc.accumulate(STATEFUL[name], every=8, order=order)
     good = {"b": ONE, "w": ONE * 3}
     state = acc.update(good, acc.update(good, acc.init(good)))
@@ -239,14 +239,14 @@ def test_subclasses_of_numbers_are_numbers() -> None:
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
 @pytest.mark.parametrize("make", [reductions.sum, reductions.mean, reductions.product])
 def test_floats_stay_floats(make: Any, dtype: str) -> None:
-    """An accumulator or a result of integers would cut them off, in silence."""
+    """An integer accumulator or result would truncate them silently."""
     for setting in ("dtype", "output_dtype"):
         result = gc.combine(make(**{setting: dtype}), [np.float32([1.5])])
         assert result.dtype == np.float32 and result.tolist() == [1.5]
 
 
 def test_merged_replicas_take_pythons_numbers() -> None:
-    """As a state has them that was kept in JSON."""
+    """A state restored from JSON holds Python numbers."""
     for reduction in (
         reductions.sum(),
         reductions.mean("exact"),

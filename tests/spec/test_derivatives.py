@@ -1,4 +1,4 @@
-"""Derivatives of what is combined, of first and second order, forward and reverse: those of the formula, or refused."""
+"""First and second derivatives of combinations, in forward and reverse mode, equal those of the formula or raise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def adasum(rows: Any, ws: Any) -> Any:
 
 
 def noise_formula(rows: Any, ws: Any) -> Any:
-    """Scale, trace and squared norm, each twice: the losses weigh a scalar by both factors."""
+    """Scale, trace and squared norm, each repeated, as the losses multiply a scalar by both factors."""
     within = mean([sum(x * x for x in row) for row in rows], ws)
     between = sum(x * x for x in elementwise(mean)(rows, ws))
     error = (within - between) * Fraction(1, N - 1)
@@ -81,11 +81,11 @@ OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
     ),
 }
 QUICK = ("max", "moments")
-"""Those whose first derivatives, of a compiled function, are quick, instead of their second ones."""
+"""Reductions for which the quick suite has first derivatives of a compiled function instead of second ones."""
 
 
 def true_derivatives(formula: Callable[..., Any], x: np.ndarray = X, w: np.ndarray = W) -> tuple[float, float]:
-    """Of ``sum(scale * result**2)``, along a direction of all contributions and weights."""
+    """Derivatives of ``sum(scale * result**2)`` along a direction in all contributions and weights."""
 
     def loss(numbers: list[Any]) -> Any:
         rows = [numbers[i * SIZE : (i + 1) * SIZE] for i in range(N)]
@@ -132,7 +132,7 @@ def merged(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
 
 
 def over_replicas(kind: str, through_a_state: bool = False) -> Callable[..., Any]:
-    """Every replica's result is divided by their number, so that all of them together are one."""
+    """Divides each replica's result by the number of replicas, so that their sum is one result."""
     import jax
     from jax.sharding import AxisType, PartitionSpec
 
@@ -169,14 +169,14 @@ SECOND_ORDERS = {
 def jax_derivatives(
     place: Callable[..., Any], reduction: gc.Reduction, second: str, x: np.ndarray = X
 ) -> list[list[float]]:
-    """First ones by the inner mode of each of the `SECOND_ORDERS`, second ones by the outer over it."""
+    """First derivatives by the inner mode of each of `SECOND_ORDERS`, second ones by the outer mode over it."""
     import jax
     import jax.numpy as jnp
 
     def loss(xs: Any, ws: Any) -> Any:
         return sum((y * y * FACTORS).sum() for y in jax.tree.leaves(place(reduction, xs, ws)))
 
-    # Each returns a function's value and its derivative: what is first of the one is second of the other.
+    # Each returns a function's value and its derivative.
     def forward(function: Any) -> Any:
         return lambda xs, ws: jax.jvp(function, (xs, ws), (jnp.asarray(ALONG_X), jnp.asarray(ALONG_W)))
 
@@ -197,7 +197,7 @@ def jax_derivatives(
 
 
 def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np.ndarray = X) -> list[list[float]]:
-    """By reverse mode, reverse over reverse, and forward mode around all."""
+    """Derivatives by reverse mode, by reverse over reverse mode, and by forward mode around both."""
     import tensorflow as tf
 
     along = [tf.constant(ALONG_X), tf.constant(ALONG_W)]
@@ -211,7 +211,7 @@ def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np
             with tf.GradientTape() as tape:
                 tape.watch(given)
                 result = function(*given)
-            # The weights of some reductions say only whether a contribution is there.
+            # In some reductions, weights only select contributions.
             gradients: Any = tape.gradient(result, given, unconnected_gradients=tf.UnconnectedGradients.ZERO)
             return tf.add_n([tf.reduce_sum(g * u) for g, u in zip(gradients, along, strict=True)])
 
@@ -306,7 +306,7 @@ def test_a_state_beside_a_derivative_is_no_derivative() -> None:
     [
         pytest.param(name, marks=FULL if name in QUICK else ())
         for name in OTHERS
-        if name != "checked"  # under jit it asks for checkify
+        if name != "checked"  # under jit it needs checkify
     ],
 )
 def test_other_reductions_in_jax(name: str, second: str) -> None:
@@ -334,7 +334,7 @@ def rows_loss(xs: Any, ws: Any) -> Any:
 
 @pytest.mark.needs("jax")
 def test_rows_in_jax() -> None:
-    """Forward mode; reverse mode goes through a loop only outside of compiled code, and JAX says so inside."""
+    """Forward mode works; reverse mode works eagerly only, as JAX raises for a loop in compiled code."""
     import jax
 
     _, along = jax.jvp(jax.jit(rows_loss), (X, W), (ALONG_X, ALONG_W))
@@ -455,7 +455,7 @@ def test_exact_over_the_replicas_of_tensorflow() -> None:
     np.testing.assert_allclose(total_slope, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
 
 
-# Every step is exact: the weights sum to a power of two. Adasum divides by others; checked asks for checkify.
+# Every step is exact, as the weights sum to a power of two. Not Adasum, which divides; checked needs checkify.
 DYADIC = np.array([[1, -2], [2, 3], [-1, 4]], np.float32), np.array([1, 3, 4], np.float32)
 UNCHECKED = [name if name in QUICK else pytest.param(name, marks=FULL) for name in OTHERS if name != "checked"]
 

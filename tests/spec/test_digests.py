@@ -1,4 +1,4 @@
-"""Digests of leaves: against Python's integers, in every dtype, mode and division."""
+"""Digests of leaves equal those computed with Python integers, for every dtype, mode and split."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DTYPES = {
     }.items()
     for name in names
 }
-"""Each dtype, and that of its words."""
+"""Word dtype by dtype."""
 
 MODULUS = 1 << 32
 
 
 def expected(array: np.ndarray) -> list[int]:
-    """The definition, in Python's integers."""
+    """The definition of a digest, in Python integers."""
     total = squares = 0
     for word in np.ascontiguousarray(array).reshape(-1).view(DTYPES[array.dtype]).tolist():
         product = 0x9E3779B1 * (word ^ (word >> 16)) % MODULUS
@@ -38,7 +38,7 @@ def expected(array: np.ndarray) -> list[int]:
 
 
 def bits(dtype: np.dtype, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Any bits at all: NaN of all payloads, subnormals, both zeros."""
+    """Random bit patterns, including NaN payloads, subnormal numbers and both zeros."""
     rng = np.random.default_rng(seed)
     if dtype == np.bool_:
         return rng.integers(0, 2, shape).astype(bool)
@@ -46,7 +46,7 @@ def bits(dtype: np.dtype, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def leaves_for(framework: str, seed: int) -> dict[str, np.ndarray]:
-    """A leaf of each dtype that the framework has, and one of a size that is worth compiling."""
+    """One leaf for each dtype of the framework, and one that is large enough to be compiled."""
     leaves = {str(dtype): bits(dtype, (8, 5), seed) for dtype in DTYPES if has(framework, dtype)}
     return leaves | {
         "scalar": bits(np.dtype(np.float32), (), seed),
@@ -61,21 +61,21 @@ def has(framework: str, dtype: np.dtype) -> bool:
 
 
 def of_replica(env: Env, data: Any) -> Any:
-    """The digests of all leaves; and those of their halves, added."""
+    """The digests of all leaves, and the sums of their halves' digests."""
     del env
     whole, first, second = data
     return gc.digest(whole), gc.digest(first) + gc.digest(second)
 
 
 def with_halves(leaves: dict[str, np.ndarray]) -> list[Any]:
-    """The leaves, and the two halves of each, which XLA must not cut: it gives a NaN of float8_e5m2 other bits."""
+    """The leaves and their halves, split outside of XLA, which changes the bits of a float8_e5m2 NaN."""
     arrays = [leaves[name] for name in sorted(leaves) if leaves[name].shape]
     return [leaves, [array[:4] for array in arrays], [array[4:] for array in arrays]]
 
 
 @unrolled
 def test_digests_are_those_of_the_definition_and_parts_add_up(mode: Mode) -> None:
-    """On every replica of its own data: the whole is the sum of its halves."""
+    """Holds on every replica for different data; a digest is the sum of its halves' digests."""
     replicas = [leaves_for(mode.framework, seed) for seed in range(2 if 2 in mode.replicas else 1)]
     answers = mode.run(of_replica, [with_halves(leaves) for leaves in replicas])
     for data, (whole, parts) in zip(replicas, answers, strict=True):
@@ -109,7 +109,7 @@ def test_split_and_replicated_leaves_in_one_jax_program() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize(("shape", "rows"), [((512, 256), 512), ((2**15,), 64), ((512, 8), 0), ((2**15 + 1,), 0)])
 def test_rows_are_summed_apart_on_a_cpu(shape: tuple[int, ...], rows: int) -> None:
-    """XLA gives the rows of one result to several cores, a scalar to one; the sums are the same."""
+    """XLA distributes the rows of a result over cores, but not a scalar; the sums are equal."""
     import jax
 
     array = bits(np.dtype(np.float32), shape)
@@ -131,7 +131,7 @@ def test_64_bits_in_jax() -> None:
 
 @pytest.mark.needs("jax")
 def test_each_code_of_narrow_floats() -> None:
-    """NaN of every payload: the digest does not pass them through other floats, compiled or not."""
+    """NaN payloads count: digests convert no code to another float type, eager or compiled."""
     import jax
 
     kinds = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
@@ -159,12 +159,12 @@ def test_every_bit_counts(dtype: np.dtype) -> None:
             flipped[bit] ^= True
         else:
             flipped.view(np.uint8)[bit // 8] ^= np.uint8(1 << bit % 8)
-        # By the first sum alone, as it is proved.
+        # The first sum suffices, as proved.
         assert gc.digest(flipped)[0][0] != before[0]
 
 
 def test_changes_that_cancel_in_a_sum_of_bits_do_not_here() -> None:
-    """The same bit of two elements, in opposite directions: a sum of bits, and one of products, stays as it was."""
+    """Flips one bit of two elements in opposite directions, which a plain sum of bit patterns would miss."""
     words = np.random.default_rng(0).integers(0, MODULUS, (64, 2), np.uint32)
     for bit in range(32):
         up = np.uint32(1 << bit)

@@ -21,7 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128"
 
 
 class Total:
-    """Sum and, where there is one, mean over time and replicas."""
+    """Sum and, for floats, mean over time and replicas."""
 
     def __init__(self, *names: str, **settings: Any) -> None:
         self.names, self.settings = names, settings
@@ -52,7 +52,7 @@ def runs(mode: modes.Mode, dtype: str) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @communicating
 def test_each_dtype(mode: modes.Mode, dtype: str) -> None:
-    """Small whole numbers, so that every sum is exact: value and dtype of the result."""
+    """Checks value and dtype of the result for small integers, whose sums are exact."""
     if not runs(mode, dtype):
         assert mode.framework == "jax"
         with pytest.raises(gc.GradCombineError, match="jax_enable_x64"):
@@ -69,8 +69,8 @@ def test_each_dtype(mode: modes.Mode, dtype: str) -> None:
     np.testing.assert_array_equal(result["sum"].astype(total.dtype), total)
     if not integral:
         assert result["mean"].dtype == kind
-        for received, whole in zip(_parts(result["mean"]), _parts(total), strict=True):
-            assert Fraction(float(received)) == exact.round_to(Fraction(float(whole)) / 6, _real(dtype))
+        for received, part in zip(_parts(result["mean"]), _parts(total), strict=True):
+            assert Fraction(float(received)) == exact.round_to(Fraction(float(part)) / 6, _real(dtype))
 
 
 def _spec(dtype: str) -> Any:
@@ -91,7 +91,7 @@ def _real(dtype: str) -> str:
 @pytest.mark.parametrize("dtype", NARROW)
 @communicating
 def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
-    """A large value and three ones: a narrow accumulator would lose each one; here the sum is rounded once."""
+    """The sum of a large value and three ones is rounded once; a narrow accumulator would lose each one."""
     large = 2.0 ** exact.PRECISION[dtype]
     values = np.array([[large], [1], [1], [1]]).astype(NARROW[dtype])
     (result,) = mode.run(FLOATING, [{"values": values, "weights": np.ones(4, np.float32)}])
@@ -112,7 +112,7 @@ def test_output_dtype(mode: modes.Mode) -> None:
 @unrolled
 @communicating
 def test_accumulator_dtype(mode: modes.Mode) -> None:
-    """Asked for, a narrow accumulator rounds at each step: 256 + 1 + 1 stays 256, and 256 + 2 does not."""
+    """A narrow accumulator, if requested, rounds at each step: 256 + 1 + 1 stays 256, 256 + 2 + 2 is 260."""
     values = np.float32([[256, 256], [1, 2], [1, 2]])
     (result,) = mode.run(NARROW_ACCUMULATOR, [{"values": values, "weights": np.ones(3, np.float32)}])
     assert result["sum"].dtype == np.float32
@@ -144,18 +144,18 @@ REDUCTIONS: dict[Callable[..., Any], float] = {
     gc.reductions.max: 1.0,
     gc.reductions.min: 1.0,
 }
-"""With the value of two ones."""
+"""Reductions with their values for two ones."""
 
 
 @pytest.mark.parametrize("framework", ["numpy", "tensorflow", pytest.param("jax", marks=pytest.mark.full)])
 def test_what_a_framework_has_no_kernels_for_is_refused(framework: str) -> None:
-    """Of dtypes of leaves and of results: the value, or a refusal, and no error of the framework's own."""
+    """Every dtype of a leaf or result gives the right value or a GradCombineError, never a framework's error."""
     asarray = _asarray(framework)
     counts: Counter[bool] = Counter()
     for leaf, output in [(dtype, None) for dtype in OTHERS] + [(np.dtype(np.float32), dtype) for dtype in OTHERS]:
         try:
             ones = asarray(np.ones(2).astype(leaf))
-        except (TypeError, ValueError, RuntimeError):  # no array that could be handed over
+        except (TypeError, ValueError, RuntimeError):  # the framework has no array of this dtype
             continue
         for make, expected in REDUCTIONS.items():
             try:
@@ -183,7 +183,7 @@ def _asarray(framework: str) -> Callable[[np.ndarray], Any]:
 @pytest.mark.needs("jax")
 @pytest.mark.skipif(not hasattr(ml_dtypes, "uint1"), reason="not every version of ml_dtypes has integers of one bit")
 def test_integers_of_one_bit_are_refused_in_jax() -> None:
-    """JAX has them, but XLA cannot lower most of what is done to them."""
+    """JAX has them, but XLA cannot lower most operations on them."""
     import jax.numpy as jnp
 
     wide = jnp.ones(2, jnp.int8)
@@ -208,7 +208,7 @@ def test_what_is_under_a_mask_does_not_count() -> None:
 
 
 def test_narrow_dtypes_that_no_cast_joins_pass_through_float32() -> None:
-    """There is none from float8_e8m0fnu to float6_e2m3fn, and none between integers of 2 and 4 bits."""
+    """No cast exists from float8_e8m0fnu to float6_e2m3fn or between integers of 2 and 4 bits."""
     for dtype, table in ((ml_dtypes.float8_e8m0fnu, ml_dtypes.float6_e2m3fn), (ml_dtypes.uint2, ml_dtypes.uint4)):
         rows = gc.sparse.row_sparse(np.int32([1]), np.ones(1, dtype), rows=2)
         assert gc.sparse.add_rows(np.ones(2, table), rows).astype(np.float32).tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names operation, leaf, what was expected and what was received."""
+"""Bad input raises one clear error that names the operation, the leaf, and what was expected and received."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def convert(framework: str, tree: Any) -> Any:
 
 
 def traced(framework: str, function: Callable[[], Any]) -> Any:
-    """Calls while the framework traces, so that what is known then is refused then."""
+    """Calls the function while the framework traces: errors that are known then are raised then."""
     if framework == "jax":
         import jax
 

@@ -1,4 +1,4 @@
-"""Exact sums of more terms than words of digits hold, and the kernels that large arrays and lists go through."""
+"""Exact sums of more terms than the words hold without settling, and the kernels for large arrays and lists."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FEW = reductions.sum("exact")
 
 
 DISTINCT = ("numpy", "jax_eager", "jax_jit", "tf_eager", "tf_function", "tf_xla")
-"""The modes that differ where there are neither replicas nor loops."""
+"""Modes that differ for programs without replicas and loops."""
 
 
 def patterns(n: int, size: int) -> dict[str, np.ndarray]:
-    """Data of every kind, of shape (n, size)."""
+    """Named test data, each of shape (n, size)."""
     rng = np.random.default_rng(n)
     bits = rng.integers(0, 2**32, (n, size), dtype=np.uint32).view(np.float32)
     largest = np.full((n, size), np.float32(2**16 - 2**-8))
@@ -40,7 +40,7 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
 
 
 def folded(reduction: gc.Reduction, x: np.ndarray) -> Any:
-    """The state after all rows of x, in their order."""
+    """The state after all rows of x, in order."""
     state = reduction.init(x[0])
     for start in range(0, len(x), 1000):
         block = x[start : start + 1000]
@@ -59,7 +59,7 @@ def merged(reduction: gc.Reduction, x: np.ndarray, rng: np.random.Generator) -> 
 
 
 def settled(state: Any) -> Any:
-    """A merge settles the words."""
+    """Settles the words of a state, by merging it with an empty one."""
     return MANY.merge(state, MANY.clear(state))
 
 
@@ -81,7 +81,7 @@ def all_kinds(n: int, size: int) -> np.ndarray:
     [*((5, kind) for kind in patterns(2, 2)), (5000, ALL), pytest.param(2**16, ALL, marks=pytest.mark.slow)],
 )
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
-    """Settled words are a function of the multiset, and the error is below (n - 1) 2**-32 max |x| + ulp / 2."""
+    """Settled words depend on the multiset of terms only; the error is at most (n - 1) 2**-32 max |x| + ulp / 2."""
     x = all_kinds(n, 4) if kind == ALL else patterns(n, 4)[kind]
     state = folded(MANY, x)
     result = MANY.finalize(state)
@@ -97,7 +97,7 @@ def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
 
 
 def test_both_states_have_one_result() -> None:
-    """Up to 4096 terms the room for more changes no bit."""
+    """Up to 4096 terms, the capacity for more changes no bit."""
     x = all_kinds(4096, 4)
     few, many = folded(FEW, x), folded(MANY, x)
     np.testing.assert_array_equal(exact.bits(FEW.finalize(few)), exact.bits(MANY.finalize(many)))
@@ -105,7 +105,7 @@ def test_both_states_have_one_result() -> None:
 
 @pytest.mark.parametrize("name", among(("jax_scan",), ("numpy", "jax_scan")))
 def test_one_update_after_another(name: str) -> None:
-    """As many as make it settle twice, with digits that would overflow otherwise."""
+    """Enough terms to settle twice; their digits would overflow otherwise."""
     x = np.concatenate([patterns(5000, 2)[kind] for kind in ("every exponent", "all digits full")], axis=1)
     (words,) = modes.get(name).run(stream, [x])
     for word, expected in zip(words, parts(settled(folded(MANY, x)).value), strict=True):
@@ -117,29 +117,29 @@ def stream(env: modes.Env, x: Any) -> Any:
 
 
 FULL = np.float32(2**16 - 2**-8)
-"""The top digit of which is the largest one: its leading bit is the highest of a bin."""
+"""A number whose top digit is the largest possible: its leading bit is the highest of a bin."""
 
 
 @pytest.mark.parametrize("absent", [[{"w": None}], [{"w": None}] * 2])
 def test_a_leaf_without_contributions_is_settled_with_the_others(absent: list[Any]) -> None:
-    """One that has none whenever it is time to."""
-    state, turns = MANY.init({"w": FULL}), 0
-    while turns < 4200:
+    """The leaf has no contribution whenever the words must be settled."""
+    state, terms = MANY.init({"w": FULL}), 0
+    while terms < 4200:
         deposits = int(state.weight.deposits)
         room = 2048 - len(absent) - deposits % 2048
         if room > 8:
-            state, turns = exact.at_once(MANY, state, [{"w": FULL}] * (room - 4), [1] * (room - 4)), turns + room - 4
+            state, terms = exact.at_once(MANY, state, [{"w": FULL}] * (room - 4), [1] * (room - 4)), terms + room - 4
         elif (deposits + len(absent)) % 2048 >= len(absent):
-            state, turns = MANY.update(state, {"w": FULL}), turns + 1
+            state, terms = MANY.update(state, {"w": FULL}), terms + 1
         elif len(absent) == 1:
             state = MANY.update(state, absent[0])
         else:
             state = exact.at_once(MANY, state, absent, [1] * len(absent))
-    assert MANY.finalize(state)["w"] == np.float32(turns * float(FULL))
+    assert MANY.finalize(state)["w"] == np.float32(terms * float(FULL))
 
 
 def across(env: modes.Env, state: Any) -> Any:
-    """Two more contributions: it is time to settle before the second one."""
+    """Adds two contributions; the words are settled before the second one."""
     states, traced = [state], MANY.finalize(MANY.update(MANY.clear(state), FULL))
     for weight in (1, np.float32(1)):
         states.append(MANY.update(states[-1], traced, weight))
@@ -164,7 +164,7 @@ MEANS = reductions.mean("exact", max_terms=2**26)
 
 
 def doubled(x: np.ndarray) -> Any:
-    """The state of a mean of the rows of x, weighted 1, 2, 3 ..., 2**20 times over."""
+    """The state of a mean of the rows of x with weights 1, 2, 3 ..., each counted 2**20 times."""
     state = MEANS.init(x[0])
     for i, row in enumerate(x):
         state = MEANS.update(state, row, i + 1)
@@ -174,7 +174,7 @@ def doubled(x: np.ndarray) -> Any:
 
 
 def continued(env: modes.Env, data: Any) -> Any:
-    """One more contribution to a mean of millions, and as much again."""
+    """Doubles a mean of millions of terms and adds one contribution."""
     empty = MEANS.init(data["x"])
     state = empty._replace(value=refilled(empty.value, data["value"]), weight=refilled(empty.weight, data["weight"]))
     state = MEANS.update(MEANS.merge(state, state), data["x"], 3)
@@ -218,7 +218,7 @@ COLUMNS = {
 
 
 def test_specials_are_not_counted_over() -> None:
-    """2**17 infinities are more than the count of one sign has bits for."""
+    """2**17 infinities exceed the bits of the count of one sign."""
     x = np.float32([values for values, _ in COLUMNS.values()]).T
     state = folded(MANY, x)
     for _ in range(16):
@@ -239,7 +239,7 @@ def test_refuses_the_state_of_the_other_size() -> None:
 
 
 def batches(env: modes.Env, data: Any) -> Any:
-    """A list at once, and one after another: results of a mean by traced weights."""
+    """The mean of a list with traced weights, by successive updates and in one pass."""
     reduction = reductions.mean("exact")
     trees, weights = rows(data["x"]), rows(data["weights"])
     one = reduction.init(trees[0])
@@ -257,7 +257,7 @@ def batches(env: modes.Env, data: Any) -> Any:
     ],
 )
 def test_several_at_once_are_one_after_another(name: str, dtype: Any) -> None:
-    """Also where a weight is 0 and what it would multiply NaN."""
+    """Includes a NaN of weight 0."""
     rng = np.random.default_rng(3)
     data = {"x": rng.normal(size=(3, 4)).astype(np.float32), "weights": np.array([3, 0, 5000], dtype)}
     data["x"][1] = np.nan
@@ -272,7 +272,7 @@ def test_several_at_once_are_one_after_another(name: str, dtype: Any) -> None:
 
 
 LARGE = 2**14 + 3
-"""Elements of a leaf that NumPy takes in blocks, and that TensorFlow compiles."""
+"""Size of a leaf that NumPy processes in blocks and TensorFlow compiles."""
 
 
 def large(env: modes.Env, data: Any) -> Any:
@@ -285,7 +285,7 @@ def large(env: modes.Env, data: Any) -> Any:
 
 @pytest.mark.parametrize("name", among(("tf_function",), (*DISTINCT[1:], "tf_mirrored")))
 def test_large_leaves(name: str) -> None:
-    """The same words as NumPy has for the same leaf in small pieces."""
+    """The words equal those of NumPy for the leaf in small pieces."""
     rng = np.random.default_rng(5)
     x = (rng.normal(size=(2, LARGE)) * 10.0 ** rng.integers(-45, 39, (2, LARGE))).astype(np.float32)
     weights = np.int32([5001])

@@ -1,4 +1,4 @@
-"""Reductions that a user defines, by functions on trees or on one array, and wrappers, in the suite's modes."""
+"""User-defined reductions, on trees or on single arrays, and wrappers, in all modes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXTENDED = {
 
 
 def everywhere(env: modes.Env, data: Any) -> Any:
-    """Each reduction in a list, over time and over replicas. Only the last one sees more than one replica's."""
+    """Each reduction in a list, over time and over replicas; only the last one communicates."""
     trees, weights = rows(data["values"]), [data["weights"][i] for i in range(data["weights"].shape[0])]
     out = {}
     for name in ("top", "squares", "left"):  # a tuple as accumulator, functions on trees, and all wrappers
@@ -84,12 +84,12 @@ def everywhere(env: modes.Env, data: Any) -> Any:
 
 
 W = np.float32([[[3, 4], [np.inf, 1], [6, 8]], [[-9, 12], [2, -2], [0, 0]]])
-"""By replica and turn; of norms 5 or less, or of such that clipping to 5 is exact."""
+"""Contributions by replica and step; their norms are at most 5 or such that clipping to 5 is exact."""
 WEIGHTS = np.float32([[1, 1, 3], [3, 0, 0.5]])
 
 
 def expected(name: str, w: list[list[float]], weights: list[float]) -> list[Any]:
-    """By exact arithmetic; norms are whole, or of what is not clipped."""
+    """Expected values; exact, as all norms of clipped values are integers."""
     weighted = [(x, Fraction(k)) for x, k in zip(w, weights, strict=True) if k]
     if name in ("amax", "top", "squares"):
         columns = [[x[i] for x, _ in weighted] for i in range(2)]
@@ -125,7 +125,7 @@ def observed(name: str, value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", among(QUICK, MODES))
 def test_what_is_defined_and_wrapped_is_the_same_in_every_place(name: str) -> None:
-    """Weights traced, one of them 0; a leaf that is None; a contribution that holds infinity."""
+    """Includes traced weights, one of them 0, a leaf that is None, and a contribution with an infinity."""
     mode = modes.get(name)
     ranks = range(min(2, max(mode.replicas)))
     data = [{"values": {"w": W[r], "none": None}, "weights": WEIGHTS[r]} for r in ranks]
@@ -173,7 +173,7 @@ def test_bad_contributions_are_refused(name: str, value: Any, weight: Any, messa
 
 @pytest.mark.parametrize("whole", [SQUARES, reductions.sum(), AMAX], ids=lambda r: r.name)
 def test_a_replaced_function_counts_in_every_place(whole: gc.Reduction) -> None:
-    """However the reduction that it comes from combines lists or replicas."""
+    """Replaced functions are used however the original reduction combines lists or replicas."""
 
     class Doubled(Wrapper):
         def update(self, state: Any, value: Any, weight: Any = 1) -> Any:
@@ -204,7 +204,7 @@ def _lists(value: Any) -> list[Any]:
     ],
 )
 def test_dtypes_of_one_definition(leaf: Any, weights: Any, expected: Any) -> None:
-    """Narrow leaves are accumulated in 32 bits; a reduction that does not multiply takes any weight of integers."""
+    """Narrow leaves are accumulated in 32 bits; a reduction that does not multiply accepts any weight for integers."""
     result = gc.combine(AMAX, [np.array([3, -120], leaf), np.array([-7, 1], leaf)], weights)
     assert result.dtype == expected.dtype
     np.testing.assert_array_equal(result, expected)
@@ -248,7 +248,7 @@ def test_bad_definitions_are_refused(make: Any, message: str) -> None:
 
 
 def test_a_clipped_contribution_without_a_finite_norm_is_nan_and_zeroed_leaves_it_out() -> None:
-    """Of 1e30 the square overflows: clipped to 0 it would be lost without a word."""
+    """The square of 1e30 overflows: clipping it to 0 would lose it silently."""
     values = [np.float32([1e30, 1]), np.float32([3, 4])]
     assert np.isnan(gc.combine(reductions.clipped(reductions.mean(), 5), values)).all()
     dropped = reductions.clipped(reductions.zeroed(reductions.mean()), 5)
@@ -258,7 +258,7 @@ def test_a_clipped_contribution_without_a_finite_norm_is_nan_and_zeroed_leaves_i
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", ["clipped", "zeroed", "measured"])
 def test_derivatives_through_wrappers(name: str) -> None:
-    """Of what is left out first: 0, not NaN. Of a clipped contribution: that of x / |x|; at 0, that of x."""
+    """A skipped contribution has derivative 0, not NaN; a clipped one that of x / |x|, and that of x at 0."""
     import jax
     import jax.numpy as jnp
 
@@ -274,6 +274,6 @@ def test_derivatives_through_wrappers(name: str) -> None:
     scale, count = (1, 1) if name == "measured" else (5, 2 if name == "clipped" else 1)
     # d/dx (5 x / |x|) at (6, 8): 5 / 10 * (I - x x' / 100)
     first = [25, 0] if scale == 1 else [25 * 0.5 * 0.64 / count, -25 * 0.5 * 0.48 / count]
-    lost = [np.nan if name == "clipped" else 0] * 2  # clipped before it is left out
+    lost = [np.nan if name == "clipped" else 0] * 2  # clipped before it is skipped
     wanted = np.float32([first, lost, [25 / count, 0]])
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), wanted, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""What is picked, not computed, keeps its bits: subnormal numbers too, which XLA and TensorFlow compare as zeros."""
+"""Reductions that pick a value keep its bits, even of subnormal numbers, which XLA and TensorFlow compare as zeros."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 def pairs(dtype: np.dtype) -> np.ndarray:
-    """Two contributions: every pair of zeros, subnormal and normal numbers of both signs; of shape (2, n)."""
+    """Two contributions, of shape (2, n): every pair of zeros, subnormal and normal numbers of both signs."""
     info = ml_dtypes.finfo(dtype)
     tiny, normal = float(info.smallest_subnormal), float(info.smallest_normal)
     sizes = [0.0, tiny, 2 * tiny, normal - tiny, normal, 1.0]
@@ -36,7 +36,7 @@ def wanted(name: str, a: Any, b: Any) -> float:
 
 
 def picked(env: modes.Env, data: Any) -> Any:
-    """In a list, where a traced weight of 0 leaves the bits alone; and over the replicas of the mode."""
+    """Picks from a list, in which a traced weight of 0 keeps the bits, and over the mode's replicas."""
     found = {}
     for name in NAMES:
         reduction = getattr(reductions, name)()

@@ -1,4 +1,4 @@
-"""Faults of replicas: found and named alike by all of them, and handled alike."""
+"""All replicas detect, name and handle a replica's faults identically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEAN = reductions.numbered(reductions.mean(), COUNT)
 
 
 def replica(rank: int, **changed: Any) -> dict[str, Any]:
-    """What a replica without faults has; it has made two contributions."""
+    """The data of a replica without faults after two contributions."""
     own = {
         "grads": {"b": np.int32(7), "v": np.float32([1, 2]), "w": np.float32([rank, -rank])},
         "params": {"w": np.float32([[1, -0.0], [2, 3]]), "z": np.float32(0)},
@@ -86,7 +86,7 @@ def test_a_dropped_replica_counts_nothing_and_is_in_step_again(name: str, order:
     data[2] = replica(2, grads=V)
     data[3] = replica(3, behind=np.int32(1))
     for _, value, step in modes.get(name).run(_program(order, True), data):
-        # Of replicas 0 and 1, with two contributions each.
+        # The mean of replicas 0 and 1, with two contributions each.
         assert np.asarray(value).tolist() == [0.5, -0.5]
         assert int(step) == 2
 
@@ -95,12 +95,12 @@ _PROGRAMS = {(o, drop): partial(program, order=o, drop=drop) for o in ("sequenti
 
 
 def _program(order: str, drop: bool) -> Any:
-    """One object for each, as a mode compiles a program once."""
+    """Cached: a mode compiles each program object once."""
     return _PROGRAMS[order, drop]
 
 
-class Heard(type(gc.LOCAL)):  # type: ignore[misc]
-    """Two replicas or three, of which the others said this first; then what they found."""
+class Others(type(gc.LOCAL)):  # type: ignore[misc]
+    """Two or three replicas whose other members first send these values, then their findings."""
 
     def __init__(self, *others: Any) -> None:
         self.others, self.gathered = others, 0
@@ -113,12 +113,12 @@ class Heard(type(gc.LOCAL)):  # type: ignore[misc]
         return [np.stack([x, *(other(x, self.gathered) for other in self.others)]) for x in arrays]
 
 
-def as_said(**columns: int) -> Any:
+def sends(**columns: int) -> Any:
     at = {"structure": 0, "index": 1, "step": 2, "copy": 3}
 
-    def change(said: Any, turn: int) -> Any:
-        changed = said.copy() if turn == 1 else said * 0
-        for name, value in columns.items() if turn == 1 else ():
+    def change(values: Any, exchange: int) -> Any:
+        changed = values.copy() if exchange == 1 else values * 0
+        for name, value in columns.items() if exchange == 1 else ():
             changed[at[name]] = value
         return changed
 
@@ -127,13 +127,13 @@ def as_said(**columns: int) -> Any:
 
 def test_the_majority_decides_and_of_two_neither_is_right() -> None:
     params = {"w": np.float32([1, 2])}
-    same, other = as_said(), as_said(copy=5)
-    assert faults.find(Heard(same, same), twins=params).table[0].tolist() == [0] * 6
-    assert faults.find(Heard(same, other), twins=params).table[0].tolist() == [0] * 6
-    assert faults.find(Heard(other, other), twins=params).table[0].tolist() == [0, 0, 0, 0, 0, 1]
-    assert faults.find(Heard(other), twins=params).table[0].tolist() == [0, 0, 0, 0, 0, 1]
-    wrong = as_said(structure=5)
-    assert faults.find(Heard(wrong, wrong), params).table[0].tolist() == [1, 0, 0, 0, 0, 0]
+    same, other = sends(), sends(copy=5)
+    assert faults.find(Others(same, same), twins=params).table[0].tolist() == [0] * 6
+    assert faults.find(Others(same, other), twins=params).table[0].tolist() == [0] * 6
+    assert faults.find(Others(other, other), twins=params).table[0].tolist() == [0, 0, 0, 0, 0, 1]
+    assert faults.find(Others(other), twins=params).table[0].tolist() == [0, 0, 0, 0, 0, 1]
+    wrong = sends(structure=5)
+    assert faults.find(Others(wrong, wrong), params).table[0].tolist() == [1, 0, 0, 0, 0, 0]
 
 
 ONE, TWO = np.float32([1, 2]), np.float32([3, 4])
@@ -170,11 +170,11 @@ def test_another_structure_is_a_fault_of_the_one_that_has_it(others: Any, own: A
 def test_the_furthest_window_is_that_of_the_last_index_first() -> None:
     acc = gc.accumulate(reductions.sum(), 9)
     state = acc.init(np.float32(0))._replace(step=np.int32(5), index=np.int32(1))
-    found = faults.find(Heard(as_said(index=2, step=3), as_said(index=2, step=1)), window=state)
+    found = faults.find(Others(sends(index=2, step=3), sends(index=2, step=1)), window=state)
     assert (int(found.index), int(found.step), found.table[0].tolist()) == (2, 3, [0, 0, 0, 1, 0, 0])
     dropped = faults.drop(reductions.sum(), state, found)
     assert (int(dropped.index), int(dropped.step)) == (2, 3)
-    assert not faults.find(Heard(as_said(index=0, step=9)), window=state).found
+    assert not faults.find(Others(sends(index=0, step=9)), window=state).found
 
 
 @pytest.mark.parametrize(

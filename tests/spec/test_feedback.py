@@ -1,5 +1,5 @@
 # pyright: standard
-"""Error feedback: what was sent and the new residual are what was given and the old residual."""
+"""Error feedback: the sent value plus the new residual equals the input plus the old residual."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FED = {name: gc.reductions.fed_back(gc.reductions.sum(wire=WIRES[name])) for nam
 
 
 class Windows:
-    """Two windows of two microbatches each, exchanged one after the other: what each gave, and the residuals."""
+    """Exchanges two consecutive windows of two microbatches each; returns both results and residuals."""
 
     def __call__(self, env: modes.Env, data: Any) -> Any:
         return {name: self.one(env, FED[name], data["w"]) for name in NAMES}
@@ -52,7 +52,7 @@ def data_of(n: int) -> list[Any]:
 
 
 def exchanged(wire: Any, given: list[np.ndarray], in_parts: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The sum that arrives and each replica's residual, from roundings in float64."""
+    """The received sum and each replica's residual, computed with float64 roundings."""
     n = len(given)
     rows = [x.reshape(n if in_parts else 1, -1) for x in given]
     sent = [rounded(wire, x) for x in rows]
@@ -74,9 +74,9 @@ def exchanged(wire: Any, given: list[np.ndarray], in_parts: bool) -> tuple[np.nd
 @unrolled
 @pytest.mark.parametrize("n", [2, 4])
 def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:
-    """To the bit, on each replica, in both windows."""
+    """Holds bit for bit, on each replica, in both windows."""
     if replicated.framework == "tensorflow" and n == 4:
-        n = 2  # where leaves of 16 bits stay wide
+        n = 2  # in which 16-bit leaves are not narrowed
     data = data_of(n)
     results = replicated.run(WINDOWS, data)
     for name in NAMES:
@@ -90,7 +90,7 @@ def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:
 
 
 def one_replica(rank: int) -> Any:
-    """A state that was exchanged once, with another residual on each rank."""
+    """A state after one exchange, with a different residual on each rank."""
     acc = gc.accumulate(FED["8 bits"], every=1)
     x = np.full(SHAPE, rank + 1, np.float32)
     state = acc.update(x, acc.init(x))
@@ -100,7 +100,7 @@ def one_replica(rank: int) -> Any:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 6])
 def test_a_residual_moves_to_other_replicas(replicas: int) -> None:
-    """Saved in full windows of four replicas, all of it is in the windows that the new ones begin."""
+    """Residuals saved in full windows of four replicas are all present in the next windows of the new replicas."""
     acc = gc.accumulate(FED["8 bits"], every=-(-4 // replicas))
     states = statefile.resize(FED["8 bits"], [one_replica(rank) for rank in range(4)], replicas, full=True)
     begun = [acc.update(np.zeros(SHAPE, np.float32), state) for state in states]
@@ -136,7 +136,7 @@ def test_a_new_replica_has_no_residual_of_an_old_one(around: Callable[[gc.Reduct
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_window_after_an_exact_exchange_begins_with_minus_0(n: int) -> None:
-    """Integers of three bits are sent as they are, in rows or parts; contributions of -0 then add up to -0."""
+    """Integers of three bits are sent exactly, in rows or parts; contributions of -0 then sum to -0."""
     import jax
 
     acc = gc.accumulate(FED["bfloat16"], every=1)
@@ -200,7 +200,7 @@ def test_what_is_not_finite_leaves_no_residual() -> None:
 
 
 def test_a_training_step_keeps_the_residual() -> None:
-    """`optax.accumulate` and `train_step` with the host's window: after each update, what the wire rounded off."""
+    """`optax.accumulate` and `train_step` hold the wire's rounding error after each update."""
     import jax
     import jax.numpy as jnp
     import optax

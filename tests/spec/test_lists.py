@@ -1,4 +1,4 @@
-"""Long leaves in a list: the one pass over memory that they take has the bits of one addition after another."""
+"""Long leaves in a list: their single pass over memory has the bits of successive additions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.spec import exact, modes
 from tests.spec.selection import FULL, unrolled
 
 SIZE = 40_000
-"""More than one block of NumPy's, and enough to be compiled by TensorFlow."""
+"""Size of a leaf that spans several NumPy blocks and that TensorFlow compiles."""
 
 COUNT = 6
 KNOWN = (3, 0.1, 1, 0, 7.7, 2)
@@ -21,7 +21,7 @@ VALUES = np.random.default_rng(4).normal(size=(COUNT, SIZE)).astype(np.float32)
 
 
 def expected(weights: Any, order: str, values: np.ndarray = VALUES) -> tuple[np.ndarray, np.float32]:
-    """The weighted sum and the sum of weights, each rounded at every addition; a term of weight 0 keeps its place."""
+    """The weighted sum and the sum of weights, rounded at every addition; a term of weight 0 keeps its position."""
     terms = [None if w == 0 else x * np.float32(w) for x, w in zip(values, weights, strict=True)]
     scales = [None if w == 0 else np.float32(w) for w in weights]
 
@@ -40,7 +40,7 @@ def expected(weights: Any, order: str, values: np.ndarray = VALUES) -> tuple[np.
 
 
 class Lists:
-    """Sum and mean of the rows, by weights that are known while tracing."""
+    """Sum and mean of the rows, with weights that are constants of the program."""
 
     def __init__(self, weights: Any, order: str) -> None:
         self.weights, self.order = weights, order
@@ -82,7 +82,7 @@ def test_a_long_list_is_added_in_blocks_to_the_same_bits(order: Any) -> None:
 
     rng = np.random.default_rng(5)
     values, weights = rng.normal(size=(101, 5)).astype(np.float32), rng.choice([0, 1, 0.1, 7.7], 101).tolist()
-    weights[32:64] = [0] * 32  # a block of nothing
+    weights[32:64] = [0] * 32  # an empty block
     total, weight = expected(weights, order, values)
     compiled = tf.function(lambda x: gc.combine(gc.reductions.mean(), tf.unstack(x), weights, order), autograph=False)
     for result in (gc.combine(gc.reductions.mean(), list(values), weights, order), compiled(values)):

@@ -1,4 +1,4 @@
-"""Losses as sums and counts: one answer however sequences are packed, divided and replicated, from exact arithmetic."""
+"""Losses as sums and counts have one exact result however sequences are packed, split and replicated."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RNG = np.random.default_rng(0)
 LONGEST, NORMALIZER = 8, 16
 GROUPS = [i for i, size in enumerate([1, 2, 4, 1, 2, 4, 2, 1, 4, 2, 1, 2, 4, 2, 1, 1, 2, 4]) for _ in range(size)]
 LENGTHS = [int(np.random.default_rng(group).choice([1, 2, 4, 8])) for group in GROUPS]
-"""Powers of two, as the sizes of groups are: numerators are exact, and only the quotient rounds."""
+"""Powers of two, like the sizes of groups: numerators are exact, and only the quotient rounds."""
 VALUES = [RNG.integers(-64, 64, n).astype(np.float32) / 64 for n in LENGTHS]
 EMPTY = [i % 7 == 3 for i in range(len(GROUPS))]
-"""Sequences of which no token counts: filtered out, all samples of some groups among them."""
+"""Sequences whose tokens are all filtered out, including all samples of some groups."""
 
 
 def kept() -> list[int]:
@@ -81,7 +81,7 @@ LOSSES: dict[str, tuple[Callable[..., Ratio], Callable[[], Fraction]]] = {
 
 
 def microbatch(numbers: list[int], rows: int, packed: bool) -> dict[str, Any]:
-    """Arrays of these sequences, NaN where nothing counts."""
+    """Arrays of these sequences, NaN at tokens that do not count."""
     length = 2 * LONGEST if packed else LONGEST
     placed = losses.pack([LENGTHS[i] for i in numbers], length) if packed else [[j] for j in range(len(numbers))]
     values = np.full((rows, length), np.nan, np.float32)
@@ -142,12 +142,12 @@ def test_no_number_of_replicas_changes_a_loss(name: str, packed: bool, replicas:
 
 
 SEQUENCES = [RNG.normal(size=n).astype(np.float32) for n in RNG.integers(0, 24, 61)]
-"""Of any lengths, 0 too."""
+"""Sequences of any lengths, including 0."""
 HORIZON = 24
 
 
 def of_sequences(each: Callable[[np.ndarray], float]) -> float:
-    """The mean over the sequences that have a token, in float64."""
+    """The float64 mean over the sequences that have a token."""
     return math.fsum(each(x.astype(np.float64)) for x in SEQUENCES if x.size) / sum(x.size > 0 for x in SEQUENCES)
 
 
@@ -174,7 +174,7 @@ MODES: dict[str, tuple[Callable[..., Ratio], float]] = {
         ALL / len(SEQUENCES),
     ),
 }
-"""Ours by the names of Tunix' ``aggregate_loss``; verl has the first, and the next three as "seq-mean-token-mean",
+"""Losses by their names in Tunix' ``aggregate_loss``; verl has the first, and the next three as "seq-mean-token-mean",
 "seq-mean-token-sum" and "seq-mean-token-sum-norm"."""
 
 
@@ -182,7 +182,7 @@ MODES: dict[str, tuple[Callable[..., Ratio], float]] = {
 @pytest.mark.parametrize("microbatches", range(1, 17))
 @pytest.mark.parametrize("name", MODES)
 def test_modes_of_other_libraries(name: str, microbatches: int, packed: bool) -> None:
-    """In float64, which rounded to float32 is the truth to the bit."""
+    """The float64 reference rounded to float32 has exactly the expected bits."""
     loss, truth = MODES[name]
     lengths, parts = [x.size for x in SEQUENCES], []
     for numbers in losses.deal(lengths, range(len(SEQUENCES)), microbatches):
@@ -198,7 +198,7 @@ def test_modes_of_other_libraries(name: str, microbatches: int, packed: bool) ->
 
 
 def test_lengths_of_any_size_are_right_to_rounding() -> None:
-    """In float64, against a loop over tokens."""
+    """Compares with a float64 loop over tokens."""
     rng = np.random.default_rng(1)
     values, mask = rng.normal(size=(9, 31)), rng.random((9, 31)) < 0.6
     mask[4] = False
@@ -326,7 +326,7 @@ def test_groups_are_dealt_whole_and_balanced(parts: int, count: int) -> None:
     for group, n in zip(groups, lengths, strict=True):
         sizes[group] += n
     held = [sum(lengths[i] for i in part) for part in dealt]
-    # What the largest part has beyond the smallest one came with its last, smallest group.
+    # The largest and the smallest part differ by at most the last, smallest group.
     assert max(held) - min(held) <= max([0, *sizes.values()])
 
 

@@ -1,4 +1,4 @@
-"""Mean and variance in one pass, in every mode: the bits of the rounded rule, and the bound on its error."""
+"""Mean and variance in one pass, in every mode: the bits of the rounded formula, and its error bound."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Spread = partial(Single, MOMENTS)
 
 
 class Part(NamedTuple):
-    """A partial result of one element in rational numbers; of weight 0 where it is empty."""
+    """A partial result of one element in rational numbers; empty if its weight is 0."""
 
     total: Fraction
     squares: Fraction
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def join(a: Part, b: Part) -> Part:
-    """The rule of Chan, Golub and LeVeque, rounded to float32 after each operation."""
+    """The merge of Chan, Golub and LeVeque, rounded to float32 after each operation."""
     if not a.weight or not b.weight:
         return a if a.weight else b
     r = exact.round_to
@@ -45,7 +45,7 @@ def join(a: Part, b: Part) -> Part:
 
 
 def rounded(terms: Sequence[tuple[Fraction, Fraction]], order: str, blocks: int) -> tuple[Fraction, Fraction]:
-    """Mean and variance as they are to be rounded: ``order`` within each block, the canonical tree over blocks."""
+    """Expected mean and variance with rounding: in ``order`` within each block, in the canonical tree over blocks."""
     r = exact.round_to
     parts = [Part(r(x * w), Fraction(0), w) for x, w in terms]
     size = len(parts) // blocks
@@ -58,7 +58,7 @@ def rounded(terms: Sequence[tuple[Fraction, Fraction]], order: str, blocks: int)
 
 
 def true_moments(terms: Sequence[tuple[Fraction, Fraction]]) -> tuple[Fraction, Fraction]:
-    """Mean and variance without any rounding."""
+    """Mean and variance without rounding."""
     weight = sum(w for _, w in terms)
     if not weight:
         return Fraction(0), Fraction(0)
@@ -67,7 +67,7 @@ def true_moments(terms: Sequence[tuple[Fraction, Fraction]]) -> tuple[Fraction, 
 
 
 def bound(terms: Sequence[tuple[Fraction, Fraction]]) -> float:
-    """How far a variance may be off, in any order.
+    """Error bound of a variance, for any order.
 
     Each difference of two means is off by at most 2 n u max|x| + u |d|. Its square counts W_a W_b / (W_a + W_b) times;
     by p (1 - p) <= H(p) / 4 these shares sum to at most W log2(n) / 4 over any tree of merges.
@@ -82,14 +82,14 @@ def bound(terms: Sequence[tuple[Fraction, Fraction]]) -> float:
 
 
 def columns(values: np.ndarray, weights: np.ndarray) -> list[list[tuple[Fraction, Fraction]]]:
-    """For each element, its terms: value and weight. A value of weight 0 may be NaN."""
+    """The terms of each element as (value, weight). A value of weight 0 may be NaN."""
     exactly = [Fraction(float(w)) for w in weights]
     flat = values.reshape(len(values), -1)
     return [[(Fraction(float(x)) if w else Fraction(0), w) for x, w in zip(c, exactly, strict=True)] for c in flat.T]
 
 
 def check(result: Any, data: Any, order: str, blocks: int = 1) -> None:
-    """Every leaf has the rounded rule's bits, the mean's own are those of `mean`, and the variance keeps its bound."""
+    """Asserts the bits of the rounded formula, that the mean has those of `mean`, and the variance's error bound."""
     assert result["none"] is None
     for leaf, shape in SHAPES.items():
         values, weights = data["values"][leaf], data["weights"]
@@ -132,7 +132,7 @@ def test_list_and_time_have_the_bits_of_the_rounded_rule(mode: modes.Mode, place
 def test_replicas_have_the_bits_of_a_list(
     replicated: modes.Mode, replicas: int, place: str, order: str, data: Any
 ) -> None:
-    """Order "tree" does not depend on the number of replicas; order "sequential" is a chain on each of them."""
+    """Order "tree" is independent of the number of replicas; order "sequential" is a chain on each of them."""
     data = first(data, max(4, replicas))
     (listed,) = modes.get("numpy").run(Spread("list", "tree"), [data])
     for result in replicated.run(Spread(place, order), deal(data, replicas)):
@@ -153,7 +153,7 @@ def test_exact_where_nothing_rounds(mode: modes.Mode, place: str) -> None:
 @traced_quickly(("jax_jit",))
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_large_mean_does_not_swallow_the_variance(mode: modes.Mode, order: str) -> None:
-    """A thousandth of the mean's size is spread: E[x**2] - E[x]**2 has no correct digit, this has most of them."""
+    """With a standard deviation of a thousandth of the mean, E[x**2] - E[x]**2 would have no correct digit."""
     rng = np.random.default_rng(0)
     values, weights = np.float32(1e4 + rng.normal(size=(8, 4))), np.float32(rng.integers(1, 9, 8))
     (result,) = mode.run(Spread("time", order), [{"values": {"w": values}, "weights": weights}])
@@ -185,7 +185,7 @@ def partly_none(env: modes.Env, data: Any) -> Any:
 
 
 def test_a_leaf_that_is_none_in_some_contributions_was_zero_there(mode: modes.Mode) -> None:
-    """As in a mean: of 0, 6, 0, 4 with the weights 2, 1, 1, 4 and of 0, 6 with 1 and 1."""
+    """As in a mean: the moments of 0, 6, 0, 4 with weights 2, 1, 1, 4, and of 0, 6 with weights 1, 1."""
     (result,) = mode.run(partly_none, [{"w": np.float32([6, 4]), "weights": np.float32([2, 1, 1, 4])}])
     terms = [(Fraction(x), Fraction(w)) for x, w in ((0, 2), (6, 1), (0, 1), (4, 4))]
     mean, variance = true_moments(terms)
@@ -197,7 +197,7 @@ def test_a_leaf_that_is_none_in_some_contributions_was_zero_there(mode: modes.Mo
 
 
 def test_leaves_of_two_widths_keep_their_own_weights() -> None:
-    """Weights that float32 has to round, beside a float64 leaf for which they are not: still no phantom zeros."""
+    """Weights that are rounded for a float32 leaf but not for a float64 leaf add no phantom zeros."""
     values = [{"wide": np.float64([1e4 + i % 3]), "narrow": np.float32([1e4 + i % 3])} for i in range(30)]
     result = gc.combine(MOMENTS, values, [np.float64(0.1)] * 30)
     terms = [(Fraction(10000 + i % 3), Fraction(1)) for i in range(30)]

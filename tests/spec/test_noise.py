@@ -34,7 +34,7 @@ def contribution(grads: Any, examples: Any) -> Any:
 
 
 def in_one_pass(env: modes.Env, data: Any) -> Any:
-    """Data: stacked gradients and numbers of examples of one replica. Result: over all replicas."""
+    """Noise scale over all replicas, from one replica's stacked gradients and numbers of examples."""
     acc = gc.accumulate(STEP, every=4)
     microbatches = list(zip(rows(data["grads"]), rows(data["examples"]), strict=True))
     state = acc.init(contribution(*microbatches[0]))
@@ -50,7 +50,7 @@ def data_of(vectors: Any, examples: Any) -> Any:
 
 
 VECTORS, EXAMPLES = [[6, 3], [2, 1], [np.nan, np.inf], [4, -1]], [1, 2, 0, 1]
-"""Three microbatches of unequal sizes, and one of none: squared norms 45, 5 and 17, mean gradient (3.5, 1).
+"""Three microbatches of unequal sizes and an empty one: squared norms 45, 5 and 17, mean gradient (3.5, 1).
 
 The mean square is (45 + 2 * 5 + 17) / 4 = 18, the square of the mean 13.25, so tr(S) = 4 * (18 - 13.25) / 2 = 9.5 and
 |G|**2 = 13.25 - 9.5 / 4 = 10.875.
@@ -94,13 +94,13 @@ def test_fewer_than_two_contributions_tell_nothing(mode: modes.Mode, vectors: An
 @unrolled
 @communicating
 def test_the_estimates_are_unbiased(mode: modes.Mode) -> None:
-    """Over all equally likely draws of four examples into microbatches of 1, 1 and 2, to the bit.
+    """Averages over all draws of four examples into microbatches of 1, 1 and 2 are exact.
 
     An example's gradient is (2, 0) or (0, 4): the true gradient (1, 2), and tr(S) = (4 + 16) / 2 - 5 = 5.
     """
     estimates = []
     for drawn in itertools.product(([2, 0], [0, 4]), repeat=4):
-        vectors = [drawn[0], drawn[1], np.add(drawn[2], drawn[3]) / 2, [0, 0]]  # as many as in the program above
+        vectors = [drawn[0], drawn[1], np.add(drawn[2], drawn[3]) / 2, [0, 0]]  # same number as in the program above
         (result,) = mode.run(in_one_pass, [data_of(vectors, [1, 1, 2, 0])])
         noise, spread = result["noise"], result["moments"]
         assert noise.trace == (spread["w"].variance[0] + spread["b"].variance) * 4 / 2
@@ -115,7 +115,7 @@ def norm(env: modes.Env, data: Any) -> Any:
 @unrolled
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.complex64])
 def test_squared_norm(mode: modes.Mode, dtype: Any) -> None:
-    """Squared in float32 at least: 300**2 is beyond float16."""
+    """Squares are computed in float32 or wider: 300**2 overflows float16."""
     whole = np.array([300, 4])
     values = whole * 1j + 3 * (whole == 4) if dtype == np.complex64 else whole
     (result,) = mode.run(norm, [{"w": values.astype(dtype), "b": np.float32(2), "none": None}])

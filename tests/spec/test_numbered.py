@@ -41,7 +41,7 @@ def over_time(env: modes.Env, data: Any, order: Any) -> Any:
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 @pytest.mark.parametrize("name", among(COLLECTIVE[:1], modes.EXCHANGING))
 def test_counts_of_a_window_and_of_all_replicas(name: str, order: str) -> None:
-    # The first three are a window that is over; the placeholder is in no ledger.
+    # The first three belong to a finished window; the placeholder is in no ledger.
     per_replica = [{"grads": GRADS[:5], "number": np.int32([0, 1, 2, n, -1])} for n in (3, 5, 5, 7)]
     results = modes.get(name).run(partial(over_time, order=order), per_replica)
     assert [ledger.read(own).held for own, _, _ in results] == [(3,), (5,), (5,), (7,)]
@@ -93,7 +93,7 @@ def test_refused_contributions(received: Any, message: str) -> None:
 
 
 def test_a_ledger_of_another_length_is_refused(tmp_path: Any) -> None:
-    """A window of another number of microbatches: a changed ``every``, or other replicas."""
+    """The number of microbatches in a window changes with ``every`` or the number of replicas."""
     state = window(MEAN, [0, 1])
     other = reductions.numbered(reductions.mean(), 16)
     with pytest.raises(GradCombineError, match=r"\.counts.*ledger of 16 microbatches, received int32 of shape \(8,\)"):

@@ -1,4 +1,4 @@
-"""A reduction of a user's own four functions, whose states hold None where there is no gradient, in every place."""
+"""A user-defined reduction of four functions, whose states hold None for leaves without gradients, in every place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Live defects of optax, Keras and other accumulators, as cases that this library must get right.
+"""Known defects of optax, Keras and other accumulators, as cases that this library handles correctly.
 
-Each names what the peer does as of optax 0.2.8 and Keras 3.15.
+Docstrings describe the behavior of optax 0.2.8 and Keras 3.15.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ needs_jax = pytest.mark.needs("jax")
 
 
 def window(every: Any, grads: list[Any], weights: Any = None) -> list[Any]:
-    """The values of all windows, the last one perhaps partial."""
+    """The values of all windows; the last one may be partial."""
     acc = gc.accumulate(reductions.mean(), every=every)
     state, values = acc.init(grads[0]), []
     for i, grad in enumerate(grads):
@@ -31,7 +31,7 @@ def window(every: Any, grads: list[Any], weights: Any = None) -> list[Any]:
 
 
 def test_a_nan_gradient_does_not_poison_later_windows() -> None:
-    """optax.MultiSteps resets by multiplying with zero, which keeps the NaN in every later window."""
+    """optax.MultiSteps resets by multiplying by zero, which keeps the NaN in all later windows."""
     grads = [np.float32([x]) for x in (1, np.nan, 2, 4)]
     first, second = window(2, grads)
     assert np.isnan(first)
@@ -39,7 +39,7 @@ def test_a_nan_gradient_does_not_poison_later_windows() -> None:
 
 
 def test_complex_gradients_keep_their_imaginary_part() -> None:
-    """optax.MultiSteps accumulates in float32, whatever the gradient is."""
+    """optax.MultiSteps accumulates in float32 for gradients of any dtype."""
     grads = [np.complex64([1 + 2j]), np.complex64([3 + 6j])]
     assert window(2, grads)[0] == np.complex64(2 + 4j)
 
@@ -64,7 +64,7 @@ def test_a_window_length_of_0_is_refused() -> None:
 
 
 def test_a_partial_window_at_the_end_is_whole_and_does_not_leak() -> None:
-    """Elsewhere it is dropped, divided by the full length, or carried into the next epoch."""
+    """Other libraries drop it, divide it by the full length, or carry it into the next epoch."""
     grads = [np.float32([x]) for x in (1, 3, 8, 10)]
     assert [v.item() for v in window(3, grads)] == [4, 10]
     acc = gc.accumulate(reductions.mean(), every=3)
@@ -73,7 +73,7 @@ def test_a_partial_window_at_the_end_is_whole_and_does_not_leak() -> None:
 
 
 def test_300_ones_in_bfloat16() -> None:
-    """A bfloat16 accumulator stops at 256; Keras' running mean of them ends at 0.85."""
+    """A bfloat16 accumulator stops at 256; Keras' running mean ends at 0.85."""
     ones = [np.ones(1, ml_dtypes.bfloat16)] * 300
     assert float(gc.add_n(ones)[0]) == 300
     assert float(gc.mean(ones)[0]) == 1
@@ -81,7 +81,7 @@ def test_300_ones_in_bfloat16() -> None:
 
 
 def token_mean(env: modes.Env, data: Any) -> Any:
-    """Each replica has two microbatches, each the mean gradient over its tokens and the number of these."""
+    """Combines two microbatches per replica, each with its mean gradient over tokens and its number of tokens."""
     acc = gc.accumulate(reductions.mean(), every=2)
     grads, tokens = rows(data["grads"]), rows(data["tokens"])
     state = acc.init(grads[0])
@@ -92,7 +92,7 @@ def token_mean(env: modes.Env, data: Any) -> Any:
 
 
 def test_the_mean_over_tokens_is_not_the_mean_of_means(replicated: modes.Mode) -> None:
-    """Microbatches of 1, 3, 2 and 10 tokens on 2 replicas: the gradient of the whole batch, where others are off."""
+    """For microbatches of 1, 3, 2 and 10 tokens on 2 replicas, gives the gradient of the full batch."""
     counts = np.int32([[1, 3], [2, 10]])
     per_token = np.arange(16, dtype=np.float32) ** 2 - 40
     parts = np.split(per_token, np.cumsum(counts.ravel())[:-1])

@@ -1,4 +1,4 @@
-"""Ratios of sums: one answer for a list, time and replicas in every mode, from exact arithmetic."""
+"""Ratios of sums have one exact result in a list, over time and over replicas, in every mode."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def contribution(row: Any) -> dict[str, Ratio]:
 
 
 def expected(data: Any) -> list[float]:
-    """A contribution of denominator 0 is left out, whatever it holds."""
+    """Expected ratios. A contribution of denominator 0 is skipped, even if it is NaN."""
     total = [Fraction(0), Fraction(0)]
     for values, counts in (("tokens", "count"), ("balance", "microbatches")):
         held = [(x, int(n)) for x, n in zip(data[values], data[counts], strict=True) if n]
         for i in range(2):
-            # Sums of these are exact; the quotient and the sum of both ratios round once each.
+            # These sums are exact; the quotients and the sum of both ratios round once each.
             quotient = sum((Fraction(float(x[i])) for x, _ in held), Fraction(0)) / sum(n for _, n in held)
             total[i] += Fraction(float(exact.round_to(quotient)))
     return [float(exact.round_to(x)) for x in total]

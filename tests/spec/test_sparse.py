@@ -1,4 +1,4 @@
-"""Row-sparse sums and means in every mode and place, to the bit."""
+"""Row-sparse sums and means, bit for bit, in every mode and place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAW_MODES = [
     pytest.param("jax_jit", marks=pytest.mark.needs("jax")),
     pytest.param("tf_function", marks=[pytest.mark.needs("tensorflow"), FULL]),
 ]
-"""Every framework runs the places; the algebra itself is the same in all of them."""
+"""Modes in which the laws are checked; the algebra is shared, and every framework runs the places."""
 
 
 def in_places(env: modes.Env, data: Any, places: Any) -> Any:
@@ -66,7 +66,7 @@ def test_replicas_with_different_data(replicated: modes.Mode, data: Any) -> None
 def test_every_place_and_order(name: str, place: str, order: str, data: Any) -> None:
     env = modes.get("numpy").env
     result = Combine(place, order).one(env, REDUCTIONS[name], data["values"], data["weights"])
-    # Halves are chains, merged: for four contributions, one tree over two blocks.
+    # Each half is a chain; merged, four contributions form a tree over two blocks.
     blocks = 2 if place == "merged halves" else 1
     wanted = sparse_data.expected(name, data, "sequential" if blocks == 2 else order, blocks)
     sparse_data.check(result, wanted, sparse_data.occurring(data))

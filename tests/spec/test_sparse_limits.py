@@ -1,4 +1,4 @@
-"""Row-sparse reductions at their limits: capacity, range, and what does not match."""
+"""Row-sparse reductions at their limits: capacity, index range, mismatched structures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO = row_sum(capacity=2)
 
 
 def leaf(*indices: int, rows: int = ROWS, width: int = 2) -> RowSparse:
-    """Rows of ones; indices are not looked at."""
+    """Rows of ones, with unvalidated indices."""
     values = np.ones((len(indices), width), np.float32)
     return RowSparse(np.int32(indices), values, static_rows(rows))
 
@@ -70,7 +70,7 @@ def test_an_index_out_of_range_raises_where_rows_are_known(name: str, case: str)
 @pytest.mark.parametrize("case", [*TOO_MANY, *OUTSIDE])
 @pytest.mark.parametrize("name", among(QUICK, COMPILED))
 def test_lost_rows_make_compiled_results_nan(name: str, case: str) -> None:
-    """In all rows, and in whatever the rows are added to; though an index out of range may have been the only one."""
+    """All rows become NaN, and so does any array that they are added to, even if the only index was out of range."""
     (result,) = modes.get(name).run(two_updates, [{**TOO_MANY, **OUTSIDE}[case]])
     assert np.isnan(result["rows"].values).all()
     assert np.isnan(result["dense"]).any() and np.isnan(result["added"]).any()

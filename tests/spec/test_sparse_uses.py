@@ -1,4 +1,4 @@
-"""Row-sparse leaves beside dense ones, on the wire, and made dense."""
+"""Row-sparse leaves next to dense ones, in exchanges, and converted to dense arrays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def window(env: modes.Env, data: Any) -> Any:
     ),
 )
 def test_beside_dense_leaves_over_two_windows(name: str) -> None:
-    """The first window, with a NaN in it, is gone when the second one is read."""
+    """A NaN in the first window does not affect the second one."""
     indices = np.int32([[0, 1, 2], [3, 4, 5], [5, 1, 5], [2, 1, 6]])
     values = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     values[1, 1] = np.nan
@@ -64,7 +64,7 @@ def test_beside_dense_leaves_over_two_windows(name: str) -> None:
 
 
 class Recorded(Collective):
-    """A collective of one replica, which counts what it sends."""
+    """A collective of one replica that records what it sends."""
 
     elements = 0
 
@@ -81,7 +81,7 @@ def test_replicas_exchange_rows_alone() -> None:
     over, leaf = Recorded(), row_sparse(np.int32([7, 123]), np.ones((2, 4), np.float32), rows=10**6)
     result = gc.all_reduce(row_sum(capacity=5), leaf, over=over)
     assert result.shape == (10**6, 4)
-    # Five indices, five rows of four, the flag, the weight and the count.
+    # Five indices, five rows of four elements, the flag, the weight and the count.
     assert over.elements == 5 + 5 * 4 + 3
 
 
@@ -165,7 +165,7 @@ def made_dense(env: modes.Env, leaf: Any) -> Any:
     ],
 )
 def test_occurrences_are_added_in_the_canonical_tree(name: str) -> None:
-    """Where a chain, or the tree that begins at the end, has other bits."""
+    """The values are such that a chain, or a tree that starts at the end, has different bits."""
     values = np.random.default_rng(12).standard_normal((24, 1)).astype(np.float32)
     indices = np.int32([3, 1] * 11 + [1, 0])
     terms = {row: [(Fraction(float(v)), Fraction(1), False) for v in values[indices == row, 0]] for row in range(4)}

@@ -1,4 +1,4 @@
-"""Where trees differ: the message names the places, is short, and takes time linear in the tree."""
+"""Errors for trees that differ name the paths, are short, and take time linear in the size of the tree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_message_names_the_places_where_trees_differ(case: str) -> None:
 
 
 def test_finding_the_difference_visits_each_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a chain as on a wide tree: comparing whole subtrees at each level would be quadratic."""
+    """Holds for a chain and for a wide tree: comparing entire subtrees at each level would be quadratic."""
     chain: Any = {"w": ONE}
     for _ in range(90):
         chain = {"next": chain, "w": ONE}

@@ -1,4 +1,4 @@
-"""Trees: None leaves, containers of every kind, specs as ``like``, several reductions in one tree, states as trees."""
+"""Trees: None leaves, all container types, specs as ``like``, several reductions in one tree, states as trees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_one_pass(env: modes.Env, data: Any) -> Any:
 
 
 def test_several_reductions_in_one_tree(replicated: modes.Mode) -> None:
-    """Token-weighted gradients and loss, summed token counts, the largest amax: over 2 microbatches on 2 replicas."""
+    """Token-weighted gradients and loss, summed token counts and maximum amax of 2 microbatches on 2 replicas."""
     tokens = np.int32([[1, 3], [0, 4]])
     grads = np.float32([[[8, 16], [0, 8]], [[np.nan, np.nan], [4, -4]]])
     loss = np.float32([[2, 4], [np.inf, 6]])
@@ -55,7 +55,7 @@ def test_several_reductions_in_one_tree(replicated: modes.Mode) -> None:
 
 @communicating
 def test_none_in_some_trees_adds_nothing(mode: modes.Mode) -> None:
-    """A leaf without a gradient in one microbatch counts as a zero gradient; None in all stays None."""
+    """A leaf that is None in one microbatch counts as a zero gradient; None in all microbatches stays None."""
     data = {"a": np.float32([2, 4]), "b": np.float32([6, 8]), "none": None}
     (result,) = mode.run(_partly_none, [data])
     np.testing.assert_array_equal(result["list"]["w"], np.float32([3, 4]))
@@ -212,7 +212,7 @@ LOOPED = REDUCTIONS | {
     "per_leaf": reductions.per_leaf({"w": reductions.mean("exact"), "none": reductions.sum()}),
     "adasum": reductions.adasum(),
 }
-# Orthogonal ones, of which adasum is the sum: its dot products, which frameworks round in their own order, are exact.
+# Orthogonal vectors: their adasum is the sum, and its dot products are exact in any order of summation.
 LOOPED_VALUES = {"adasum": [[1.0, 0.0], [0.0, 2.0], [2.0, -1.0]]}
 
 
@@ -227,7 +227,7 @@ QUICK_LOOPS = [
 @needs_tensorflow
 @pytest.mark.parametrize(("name", "loop", "order"), cases(QUICK_LOOPS, LOOPED, LOOPS, ORDERS, pairwise=True))
 def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order: Any) -> None:
-    """Whatever they hold: no gradient, dtypes of results, digits, several levels; with XLA and without."""
+    """Includes leaves without gradients, result dtypes, digits and several levels; with and without XLA."""
     import tensorflow as tf
 
     acc = gc.accumulate(LOOPED[name], every=4, order=order)
@@ -308,7 +308,7 @@ def _saved_and_loaded(state: Any, convert: Any) -> Any:
 
 @needs_jax
 def test_a_node_without_children_is_no_leaf() -> None:
-    """As modules of static fields alone are."""
+    """Example: a module with static fields only."""
     import equinox as eqx
 
     nodes = [eqx.nn.Identity(), np.float32(1)]

@@ -1,4 +1,4 @@
-"""What a weight may be: of every integer type, of any size, outside of the range of float32, and refused too late."""
+"""Weights of every integer dtype and size, beyond the range of float32, and invalid ones known only at run time."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ WEIGHTS = {
     "float16": np.float16([6e-8, 2]),
 }
 TO_TRACE = ("uint32", "sum above float32", "subnormal and large")
-"""Integers and floats, for which programs are traced in the quick part."""
+"""Weights for which the quick suite traces programs: integers and floats."""
 
 
 def rounded(value: Fraction) -> float:
-    """To float32, subnormal numbers too."""
+    """Rounds to float32, including subnormal numbers."""
     unit = Fraction(2) ** -149
     return float(exact.round_to(value) if abs(value) >= Fraction(2) ** -126 else round(value / unit) * unit)
 
 
 def wanted(column: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """The sum, which may be above the range of float32, and the mean."""
+    """Expected sum, which may exceed the range of float32, and mean."""
     scales = [Fraction(w.item()) for w in weights]
     products = [Fraction(float(x)) * w for x, w in zip(column, scales, strict=True)]
     if weights.dtype.kind == "f":
@@ -67,12 +67,12 @@ def weighed(env: modes.Env, data: Any) -> Any:
     ],
 )
 def test_sums_and_means_by_weights_of_any_type_and_size(name: str, kind: str) -> None:
-    """The nearest floats to exact fractions, the same in every framework."""
+    """Results are the floats nearest to the exact fractions, in every framework."""
     mode, weights = modes.get(name), WEIGHTS[kind]
     if mode.framework == "jax" and weights.dtype.itemsize == 8:
-        # JAX has no 64-bit integers here, and no 64-bit array enters unseen.
+        # JAX has no 64-bit integers here, and raises for 64-bit arrays.
         weights = weights.astype(np.uint32)
-    # Products of weights and values are floats as well, within the same range.
+    # Products of weights and values are floats too, within the same range.
     x = X[:, :2] if "float32" in kind or "subnormal" in kind else X
     ((total, mean),) = mode.run(weighed, [{"x": x, "weights": weights}])
     for column, *received in zip(x.T, total, mean, strict=True):
@@ -81,7 +81,7 @@ def test_sums_and_means_by_weights_of_any_type_and_size(name: str, kind: str) ->
 
 @pytest.mark.parametrize("weight", [2**31, 2**53 + 1, 2**60 + 2**7 + 1, 2**64 - 1, 10**60, 3 * 10**37])
 def test_known_integers_multiply_exactly(weight: int) -> None:
-    """By no weight is a value of two bits rounded before the end."""
+    """A value of two bits is not rounded before the end, for any weight."""
     values = np.float32([3, -1e-30, 2.0**-149, 0])
     for value, received in zip(values, gc.combine(SUM, [values], [weight]), strict=True):
         product = Fraction(float(value)) * weight
@@ -134,7 +134,7 @@ QUICK_REFUSED = [
     ("NaN", sums, "tf_function"),
     ("negative integer", means, "jax_jit"),
 ]
-"""Of each dtype, another program is traced."""
+"""Weight dtypes; each one traces a different program."""
 TRACED = ("jax_jit", "jax_scan", "tf_function", "tf_xla")
 
 
@@ -148,7 +148,7 @@ TRACED = ("jax_jit", "jax_scan", "tf_function", "tf_xla")
     ],
 )
 def test_a_traced_weight_that_would_be_refused_gives_nan(kind: str, program: Any, name: str) -> None:
-    """In every precision: it is too late for an error."""
+    """Holds in every precision: at run time it is too late for an error."""
     (results,) = modes.get(name).run(program, [{"x": X[:, :2], "weights": REFUSED[kind]}])
     for result in results:
         assert np.isnan(result).all()
@@ -185,7 +185,7 @@ def test_means_of_long_doubles_add_their_weights_in_long_doubles() -> None:
 @pytest.mark.full
 @pytest.mark.needs("jax")
 def test_a_masked_contribution_divides_by_nothing() -> None:
-    """Under an eager vmap a weight of 0 is not known: until it is masked, no quotient is NaN."""
+    """Under an eager vmap, a weight of 0 is unknown: no quotient is NaN before it is masked."""
     import jax
 
     def variance(weights: Any) -> Any:
@@ -199,13 +199,13 @@ def test_a_masked_contribution_divides_by_nothing() -> None:
 FLOATS = ("bfloat16", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e5m2")
 FLOATS += ("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 MEANS = {np.nan: np.nan, np.inf: np.nan, -1: np.nan, 0: 8, 0.5: 6, 1: 5, 2: 4}
-"""Of 2 with this weight and 8 with a weight of 1."""
+"""The mean of 2 with this weight and 8 with weight 1."""
 
 
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", FLOATS)
 def test_traced_weights_of_narrow_floats(name: str) -> None:
-    """They have zeros, signs and infinities of several kinds, or none."""
+    """Narrow floats differ in whether they have zeros, signs and infinities."""
     import jax
 
     dtype = np.dtype(getattr(ml_dtypes, name))
@@ -219,7 +219,7 @@ def test_traced_weights_of_narrow_floats(name: str) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("weight", [2**31, 2**31 + 1, 2**32 - 1, 2**40, 3 * 2**40])
 def test_a_known_integer_that_may_be_left_out_stays_whole(weight: int) -> None:
-    """Of two contributions 1 and 0 the exact mean shows each unit of a weight."""
+    """The exact mean of contributions 1 and 0 depends on every unit of a weight."""
     import jax
 
     mean = reductions.zeroed(MEAN)

@@ -1,4 +1,4 @@
-"""Windows over time: when they are full, what follows, and what is read early."""
+"""Windows over time: when they are full, how the next one begins, and reading a partial one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDERS = ("sequential", "tree")
 
 
 class Trace:
-    """Updates one by one and records ready, value, step and index after each."""
+    """Updates one by one; records ready, value, step and index after each."""
 
     def __init__(self, every: Any, order: Any, restart_after: int | None = None) -> None:
         self.every, self.order, self.restart_after = every, order, restart_after
@@ -113,7 +113,7 @@ def test_a_window_of_weight_0_has_the_empty_value(order: Any) -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_window_of_numpy_arrays_goes_on_in_jax(order: Any) -> None:
-    """As a file gives it back; the narrow dtype of the result is JAX's again."""
+    """As for a state loaded from a file; the result has JAX's narrow dtype again."""
     import jax.numpy as jnp
 
     acc = gc.accumulate(gc.reductions.mean(), every=4, order=order)

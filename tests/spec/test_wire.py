@@ -1,4 +1,4 @@
-"""Exact states over replicas: a maximum and a sum of integers leave the words that merging one after another does."""
+"""Exact states over replicas: an all-reduce of integers (max, then sum) gives the words of successive merges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 100
 
 
 def contributions() -> dict[str, np.ndarray]:
-    """Two contributions a replica, of shape (replicas, 2, kinds, SIZE), and their weights."""
+    """Two contributions per replica, of shape (replicas, 2, patterns, SIZE), and their weights."""
     rng = np.random.default_rng(0)
     shape = (REPLICAS, 2, SIZE)
     normal = rng.normal(size=shape).astype(np.float32)
@@ -52,7 +52,7 @@ DATA = contributions()
 
 
 def start(reduction: gc.Reduction, rank: int) -> Any:
-    """The state of one replica; one leaf has no gradient, and another is a scalar."""
+    """The state of one replica; one leaf has no gradient, another is a scalar."""
     trees = [{"w": x, "none": None, "scalar": x[1, 0]} for x in DATA["x"][rank]]
     state = reduction.init(trees[0])
     for value, weight in zip(trees, DATA["weights"][rank], strict=True):
@@ -112,11 +112,11 @@ WEIGHTS = np.float32([0.3, 0, 1, 1e7])
 
 
 LARGEST = np.float32(2**16 - 2**-8)
-"""The top digit of which is the largest one: its leading bit is the highest of a bin."""
+"""A number whose top digit is the largest possible: its leading bit is the highest of a bin."""
 
 
 LONG = 3 * (2**24 + 1)
-"""A known weight of two parts, 24 bits each: a contribution makes two deposits."""
+"""A constant weight of two 24-bit parts, with which a contribution makes two deposits."""
 
 
 @no_autograph
@@ -127,7 +127,7 @@ def long_weights(env: modes.Env, x: Any) -> Any:
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("replicas", [128, pytest.param(256, marks=FULL)])
 def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
-    """With two deposits each. With 256 replicas there is no room, and three words are exchanged."""
+    """Each makes two deposits. With 256 replicas, two words are too small, and three are exchanged."""
     third = LARGEST / np.float32(3)
     columns = [third, -third, LARGEST * np.float32(2**-16), -np.float32(2**-149), np.inf, -np.inf, np.nan, 0]
     x = np.tile(np.float32(columns), (replicas, 1))
@@ -147,7 +147,7 @@ def settled(env: modes.Env, x: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.needs("jax")
 def test_settled_words_of_4096_replicas() -> None:
-    """As many as one exchange is for: the largest digits and counts of infinities do not overflow."""
+    """The most replicas that one exchange supports: the largest digits and counts of infinities do not overflow."""
     x = np.float32([LARGEST, -LARGEST, -np.float32(2**-149), np.inf, -np.inf, np.nan])
     state = MANY.update(MANY.init(x), x, np.float32(1))
     for _ in range(12):
@@ -160,7 +160,7 @@ def test_settled_words_of_4096_replicas() -> None:
 
 @pytest.mark.needs("jax")
 def test_deposits_of_all_replicas_are_counted() -> None:
-    """Within its own room each, and past it together: NaN; a count near its limit does not wrap around."""
+    """Replicas within their capacity that exceed it together give NaN; a count near its limit does not wrap around."""
 
     def program(env: modes.Env, state: Any) -> Any:
         merged = gc.merge_replicas(MANY, state, env.collective)
@@ -181,13 +181,13 @@ BYTES = {
     "merge_replicas": (lambda x, axis: gc.merge_replicas(FEW, FEW.update(FEW.init(x), x), axis), 3.25),
     "merge_replicas, many": (lambda x, axis: gc.merge_replicas(MANY, MANY.update(MANY.init(x), x), axis), 6.25),
 }
-"""What one replica receives in rings, over that of one all-reduce of floats."""
+"""Bytes that one replica receives in ring exchanges, relative to an all-reduce of floats."""
 
 
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ("psum", "all_reduce") else FULL) for x in BYTES])
 def test_bytes_on_the_wire(name: str) -> None:
-    """Counted in what XLA compiles."""
+    """Counts bytes in the compiled XLA program."""
     import jax
     from jax.sharding import AxisType, PartitionSpec
 

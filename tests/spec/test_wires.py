@@ -1,5 +1,5 @@
 # pyright: standard
-"""Wires: what arrives is what the roundings in exact arithmetic say, in every mode, and the same on all replicas."""
+"""Wires: received values equal the roundings in exact arithmetic, in every mode and on all replicas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES = {"w": (40, 50), "norm": (8, 300), "b": (300,), "scalar": (), "empty": (
 
 
 def rounded(wire: wires.Wire, x: np.ndarray) -> np.ndarray:
-    """Nearest even in blocks of rows, from dtypes of ml_dtypes or float64, whose 53 bits hold each product."""
+    """Rounds to nearest even in blocks of rows, through ml_dtypes or float64, which holds each product exactly."""
     if not wire.size:
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
     rows, columns = x.shape
@@ -53,7 +53,7 @@ def rounded(wire: wires.Wire, x: np.ndarray) -> np.ndarray:
 
 
 def summed(wire: wires.Wire, xs: list[np.ndarray], to: str) -> np.ndarray:
-    """The sum over replicas in one way, added in the canonical tree."""
+    """The sum over replicas through one type of exchange, in the canonical tree."""
     n, size, shape = len(xs), xs[0].size, xs[0].shape
     rows = n if to == "parts" else 1
     flat = [np.pad(x.reshape(-1), (0, -size % rows)).reshape(rows, -1) for x in xs]
@@ -64,7 +64,7 @@ def summed(wire: wires.Wire, xs: list[np.ndarray], to: str) -> np.ndarray:
 
 
 def way_of(wire: wires.Wire, framework: str, name: str, n: int) -> str:
-    """The way of a leaf, by the rule of docs/wires.md."""
+    """The type of exchange of a leaf, by the rule of docs/wires.md."""
     if wire.bits <= 8 and (len(SHAPES[name]) < 2 or "norm" in name):
         return "wide"
     size, ring = math.prod(SHAPES[name]), 2 * (n - 1) / n
@@ -80,7 +80,7 @@ def way_of(wire: wires.Wire, framework: str, name: str, n: int) -> str:
 
 
 def data_of(n: int, seed: int = 0) -> list[Any]:
-    """One tree a replica: magnitudes that differ from element to element, whose sums round."""
+    """One tree per replica, with elements of various magnitudes whose sums round."""
     rng = np.random.default_rng(seed)
 
     def leaf(shape: tuple[int, ...]) -> np.ndarray:
@@ -91,7 +91,7 @@ def data_of(n: int, seed: int = 0) -> list[Any]:
 
 @dataclass(frozen=True)
 class Reduce:
-    """The sum of one tree a replica, through each of the wires."""
+    """Sums one tree per replica through each of the wires."""
 
     names: tuple[str, ...] = tuple(WIRES)
     order: Any = "sequential"
@@ -126,25 +126,25 @@ def check(mode: modes.Mode, program: Reduce, n: int) -> None:
 @unrolled
 @pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_sums_over_replicas(replicated: modes.Mode, n: int) -> None:
-    """Two roundings in parts, one where leaves are gathered, none of what stays wide; the same bits everywhere."""
+    """Rounds twice in parts, once for gathered leaves, never for wide leaves; all replicas have the same bits."""
     check(replicated, FEW if n == 8 else ALL, n)
 
 
 @unrolled
 @pytest.mark.full
 def test_sums_in_the_canonical_tree(replicated: modes.Mode) -> None:
-    """States are gathered as codes, and merged as ever."""
+    """States are gathered as codes and merged as without a wire."""
     check(replicated, IN_TREE, 4)
 
 
 def test_ways() -> None:
-    """That the leaves above take all of them."""
+    """The leaves above cover all types of exchange."""
     taken = {way_of(wire, "jax", leaf, n) for wire in WIRES.values() for leaf in SHAPES for n in (2, 4)}
     assert taken == {"wide", "gathered", "parts"}
 
 
 def special(n: int) -> list[Any]:
-    """Each replica has one value that is not finite."""
+    """Data in which each replica has one value that is not finite."""
     leaf = np.ones((n, 64, 64), np.float32)
     for rank, value in zip(range(n), [np.nan, np.inf, -np.inf, np.inf], strict=True):
         leaf[rank, rank, 1] = value
@@ -157,7 +157,7 @@ def special(n: int) -> list[Any]:
 @unrolled
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_is_not_finite_arrives(replicated: modes.Mode, n: int) -> None:
-    """On all replicas; of integers, finite elements of the same block arrive as 0, or do not matter any more."""
+    """Holds on all replicas; with integer codes, finite elements of the same block arrive as 0."""
     data = [{"w": one["w"]} for one in special(4)[:n]]
     for result in replicated.run(FEW, data):
         for name in FEW.names:
@@ -171,7 +171,7 @@ def test_what_is_not_finite_arrives(replicated: modes.Mode, n: int) -> None:
 
 @pytest.mark.parametrize("name", WIRES)
 def test_codes(name: str) -> None:
-    """Nearest even, over the range of float32 in which nothing is subnormal, in as many bytes as the wire says."""
+    """Codes round to nearest even over the normal range of float32 and have the documented number of bytes."""
     rng, wire = np.random.default_rng(1), WIRES[name]
     x = rng.integers(0, 2**32, (64, 128), np.uint32).view(np.float32)
     x = np.where(np.isfinite(x) & (np.abs(x) > 2.0**-100) & (np.abs(x) < 2.0**126), x, np.float32(0))
@@ -183,13 +183,13 @@ def test_codes(name: str) -> None:
     expected = rounded(wire, x)
     decoded = decode(NUMPY, wire, *codes)
     np.testing.assert_array_equal(decoded[32:], expected[32:])
-    # Among numbers far larger, the least step is 2**-126 at least.
+    # Next to much larger numbers, the smallest step is at least 2**-126.
     np.testing.assert_allclose(decoded[:32], expected[:32], rtol=0, atol=tiny)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3", "8 bits", "4 bits"])
 def test_stochastic_rounding(name: str) -> None:
-    """To one of both neighbours, and to the upper one as often as the distance says, within five deviations."""
+    """Rounds to one of both neighbors, with the upper one's frequency within five standard deviations."""
     made = {"8 bits": partial(wires.blocks, 8, 32), "4 bits": partial(wires.blocks, 4, 32)}
     wire = made.get(name, partial(wires.cast, name))(rounding="stochastic", seed=3)  # pyright: ignore[reportArgumentType]
     x = np.random.default_rng(2).uniform(0.5, 1, (256, 256)).astype(np.float32)
@@ -212,7 +212,7 @@ STOCHASTIC = gc.reductions.sum(wire=wires.cast("bfloat16", "stochastic"))
 
 @unrolled
 def test_stochastic_rounding_over_replicas(replicated: modes.Mode) -> None:
-    """What every rank sends can be computed from its data alone: here, at two replicas, in NumPy."""
+    """The codes of each rank are a function of its data; computed in NumPy for two replicas."""
     data = [{"w": one["w"]} for one in data_of(2)]
     sent = [encode(NUMPY, STOCHASTIC.wire, x["w"].reshape(1, -1), np.int32(2 * r + 1)) for r, x in enumerate(data)]  # pyright: ignore[reportArgumentType]
     first, second = (decode(NUMPY, STOCHASTIC.wire, *codes) for codes in sent)  # pyright: ignore[reportArgumentType]
@@ -226,7 +226,7 @@ def reduce_stochastically(env: modes.Env, data: Any) -> Any:
 
 @dataclass(frozen=True)
 class Others:
-    """Reductions that gather their states, windows, and a mean."""
+    """Reductions that gather their states, windows and a mean."""
 
     def __call__(self, env: modes.Env, data: Any) -> Any:
         wire, x = WIRES["bfloat16"], data["w"]
@@ -248,7 +248,7 @@ OTHERS = Others()
 
 @unrolled
 def test_other_reductions_and_windows(replicated: modes.Mode) -> None:
-    """257 needs nine bits, and bfloat16 has eight; a window sends 4 * 257, and divides by 8 at the end."""
+    """257 needs nine bits, and bfloat16 has eight; a window sends 4 * 257 and divides by 8 at the end."""
     data = [{"w": np.full((40, 50), v, np.float32), "rows": np.int32([v % 7, 9])} for v in (257, 1)]
     for result in replicated.run(OTHERS, data):
         assert {name: np.unique(x).tolist() for name, x in result.items()} == {
@@ -284,13 +284,13 @@ def test_leaves_that_stay_wide_may_be_of_any_kind() -> None:
 
     reduction = gc.reductions.sum(wire=wires.cast("bfloat16", wide=wide))
     total = gc.all_reduce(reduction, {"steps": np.int32(3), "w": np.float32([257])}, gc.LOCAL)
-    assert (total["steps"], total["w"].tolist()) == (3, [257])  # nothing is sent on one replica
+    assert (total["steps"], total["w"].tolist()) == (3, [257])  # one replica sends nothing
     with pytest.raises(gc.GradCombineError, match=r"sum: leaf \['n'\]: expected a float leaf for wires.cast"):
         reduction.init({"n": np.int32(3)})
 
 
 def test_derivatives_pass_through() -> None:
-    """As if there were no wire: a leaf of ones for each, whatever rounding does."""
+    """Derivatives ignore the rounding of the wire: each gradient is ones."""
     import jax
     import jax.numpy as jnp
 
@@ -303,7 +303,7 @@ def test_derivatives_pass_through() -> None:
 
 
 def test_sharded_sums_and_gathered_shards() -> None:
-    """`zero` sends each part once, and gathers what it is asked to."""
+    """`zero` sends each part once and gathers only what it is asked to."""
     import jax
     import jax.numpy as jnp
 
