@@ -108,7 +108,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def sharded_step(check_vma: bool, every: int, differentiate_own: bool = True) -> Any:
-    """A window of gradients: the columns of ``w`` are sharded over 'model', the batch over 'data'; ``scale`` is replicated."""
+    """A window of gradients: 'model' shards the columns of ``w``, 'data' the batch; ``scale`` is replicated."""
     import jax
     from jax.sharding import PartitionSpec as P
 

@@ -1,7 +1,7 @@
-"""Compiles steps of harnesses for one target, and audits them: ``python -m tests.field.audited TARGET HARNESS ...``.
+"""Compiles and audits the steps of harnesses for one target: ``python -m tests.field.audited TARGET HARNESS ...``.
 
-A step of four microbatches is compiled whole, its batch split over all devices and its parameters on each, as data
-parallel training has them; TARGET is ``here`` or a name that ``gradcombine audit --target`` takes. Prints lines of
+A step of four microbatches is compiled with its batch sharded over all devices and its parameters replicated, as in
+data parallel training; TARGET is ``here`` or a name that ``gradcombine audit --target`` takes. Prints lines of
 JSON, and writes each program to the folder that FIELD_HLO names. Set ``JAX_PLATFORMS=cpu`` and, for arrays that are
 worth an audit, ``FIELD_SIZES=1024,128,128``.
 """
@@ -26,7 +26,7 @@ from tests.field.run import MICROBATCHES
 
 
 def audited(harness: str, name: str) -> dict[str, Any]:
-    """The findings on a harness's step, and its exchanges."""
+    """The findings and exchanges of a harness's step."""
     module: Any = import_module(f"tests.field.{harness}")
     target = find_target(None if name == "here" else name)
     mesh = module.MESH = jax.sharding.Mesh(np.array(target.devices), ("data",))

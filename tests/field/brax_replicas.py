@@ -1,4 +1,4 @@
-"""brax: its gradient update over k replicas, given each replica's mean; replicas are an axis of vmap."""
+"""brax: the gradient update over k replicas, an axis of vmap, from each replica's mean."""
 
 import jax
 import optax

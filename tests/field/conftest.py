@@ -1,4 +1,4 @@
-"""Harnesses of packages that the default environment does not have are for ``nox -s field`` alone."""
+"""Collects harnesses of packages outside the default environment in ``nox -s field`` only."""
 
 from pathlib import Path
 

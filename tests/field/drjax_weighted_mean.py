@@ -1,4 +1,4 @@
-"""drjax: the mean of k groups' means, weighed by their words."""
+"""drjax: the mean of k groups' means, weighted by their numbers of words."""
 
 import drjax
 import jax

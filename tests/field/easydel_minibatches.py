@@ -1,4 +1,4 @@
-"""EasyDeL: the accumulation of its trainers, given each microbatch' mean as their losses are."""
+"""EasyDeL: the accumulation of the trainers, from each microbatch's mean, as their losses are."""
 
 from types import SimpleNamespace
 

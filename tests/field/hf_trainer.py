@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a Llama of no layers, whose logits are the table's rows."""
+"""Hugging Face's Trainer on a Llama without layers, whose logits are the table's rows."""
 
 import tempfile
 

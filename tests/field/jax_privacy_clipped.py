@@ -1,4 +1,4 @@
-"""jax_privacy.clipped_grad of each example's mean, in microbatches, with a bound that nothing reaches."""
+"""jax_privacy.clipped_grad of each example's mean, in microbatches, with a bound too large to clip."""
 
 import jax
 import jax_privacy

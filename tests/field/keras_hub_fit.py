@@ -1,4 +1,4 @@
-"""KerasHub: a causal language model's own compile and fit, with Keras' gradient accumulation."""
+"""KerasHub: compile and fit of a causal language model, with Keras' gradient accumulation."""
 
 import os
 

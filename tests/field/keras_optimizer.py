@@ -1,4 +1,4 @@
-"""Keras on TensorFlow: an optimizer with gradient_accumulation_steps, given each microbatch' mean."""
+"""Keras on TensorFlow: an optimizer with gradient_accumulation_steps, from each microbatch's mean."""
 
 import keras
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""MaxText: the loss and the accumulation of its pre-training, with a balance loss that the model sows."""
+"""MaxText: loss and gradient accumulation of pre-training, with a load-balancing loss that the model sows."""
 
 import jax
 from flax import nnx

@@ -1,4 +1,4 @@
-"""numpyro: SVI on k subsamples of the rows, of which MultiSteps makes one update."""
+"""numpyro: SVI on k subsamples of the rows, which MultiSteps combines to one update."""
 
 import jax
 import jax.numpy as jnp

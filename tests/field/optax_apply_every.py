@@ -1,4 +1,4 @@
-"""optax.apply_every before SGD, given each microbatch' mean."""
+"""optax.apply_every before SGD, from each microbatch's mean."""
 
 import jax
 import optax

@@ -1,4 +1,4 @@
-"""optax.MultiSteps around SGD, given each microbatch' mean."""
+"""optax.MultiSteps around SGD, from each microbatch's mean."""
 
 import jax
 import optax

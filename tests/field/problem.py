@@ -1,6 +1,6 @@
-"""The problem of every harness: the mean cross entropy over a batch's real words, of a table of logits.
+"""The problem of every harness: mean cross entropy of a table of logits over the real words of a batch.
 
-Its gradient is written down in float64 here, without any of the packages under test.
+Its gradient has a closed form in float64 here, without the packages under test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH = {"tokens": TOKENS, "mask": MASK}
 
 
 def truth() -> np.ndarray:
-    """The gradient by the table, from its closed form."""
+    """The gradient with respect to the table, in closed form."""
     x, y, real = TOKENS[:, :-1].ravel(), TOKENS[:, 1:].ravel(), MASK[:, 1:].ravel().astype(np.float64)
     logits = TABLE.astype(np.float64)[x]
     likely = np.exp(logits - logits.max(-1, keepdims=True))
@@ -38,7 +38,7 @@ def squares() -> np.ndarray:
 
 
 def loss(table: Any, tokens: Any, mask: Any) -> tuple[Any, Any]:
-    """The sum over real words, in JAX, and their number."""
+    """The sum over real words in JAX, and their number."""
     import jax
     import jax.numpy as jnp
 

@@ -19,7 +19,7 @@ MICROBATCHES = 4
 
 
 def gradient(made: Any, returns: str) -> np.ndarray:
-    """The table's gradient in a result, in float64; of new parameters after SGD at rate 1, the distance."""
+    """The table's float64 gradient from a result; for parameters after SGD with rate 1, their difference."""
     leaves = [made]
     if not hasattr(made, "__array__"):
         import jax
@@ -30,7 +30,7 @@ def gradient(made: Any, returns: str) -> np.ndarray:
 
 
 def checked(harness: str) -> dict[str, Any]:
-    """The verdict on a harness's step, and how far one batch and its microbatches are from the closed form."""
+    """The verdict on a harness's step, and the errors of one batch and of its microbatches against the closed form."""
     module = import_module(f"tests.field.{harness}")
     began = time.process_time()
     report = check_step(**module.make_case(), microbatches=(MICROBATCHES,))

@@ -1,6 +1,6 @@
-"""Writes the table of docs/field.md: ``python -m tests.field.table ROWS``, of the lines that tests.field.run prints.
+"""Writes the table of docs/field.md: ``python -m tests.field.table ROWS``, from the lines that tests.field.run prints.
 
-With ``--keep`` after it, rows of other packages and releases stay as they are.
+With ``--keep`` after it, rows of other packages and releases are kept.
 """
 
 from __future__ import annotations

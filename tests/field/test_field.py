@@ -1,4 +1,4 @@
-"""Steps of released packages: the verdict, and the truth that a closed form in float64 gives."""
+"""Steps of released packages: verdicts agree with a closed form in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, which puts rows of different lengths together, on the model of hf_trainer."""
+"""TRL's SFTTrainer, which batches rows of different lengths, on the model of hf_trainer."""
 
 from functools import partial
 

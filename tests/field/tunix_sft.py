@@ -1,4 +1,4 @@
-"""Tunix: the train step and the loss of PeftTrainer, as its configuration builds them."""
+"""Tunix: the train step and loss of PeftTrainer, as built from its configuration."""
 
 import jax.numpy as jnp
 import numpy as np

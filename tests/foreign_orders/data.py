@@ -1,4 +1,4 @@
-"""Random data whose sum depends on the order, and a comparison of bits."""
+"""Random data whose sum depends on the order, and comparisons of sums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_same_bits(received: Any, expected: Any) -> None:
 
 
 def assert_same_sum(received: Any, other: Any, terms: Any) -> None:
-    """Two float32 sums of n terms in any order are at most ``2 gamma(n - 1) sum |x|`` apart (Higham, 2002, 4.2)."""
+    """Asserts that two float32 sums of n terms differ by at most ``2 gamma(n - 1) sum |x|`` (Higham, 2002, 4.2)."""
     n = len(terms) - 1
     gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
     bound = 2 * gamma * np.abs(np.float64(terms)).sum(axis=0)

@@ -1,4 +1,4 @@
-"""All-reduces of a MirroredStrategy with its default operations: a program, as two such strategies break one another.
+"""All-reduces of a MirroredStrategy with its default operations; a program, as two such strategies break each other.
 
 Run as ``python -m tests.foreign_orders.mirrored RANKS FILE``; writes each result's bytes into an npz file.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.foreign_orders.data import normal
 
-# What goes round at a time: shapes, dtype. 64 elements of float32 on 8 ranks take the rounding up to 64 bytes.
+# Leaves per all-reduce: shapes, dtype. 64 elements of float32 on 8 ranks make chunks round up to 64 bytes.
 CASES: dict[str, tuple[list[tuple[int, ...]], str]] = {
     "one chunk": ([(7,)], "float32"),
     "empty chunks": ([(64,)], "float32"),
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[list[tuple[int, ...]], str]] = {
     "float64": ([(333,)], "float64"),
     "int32": ([(333,)], "int32"),
 }
-# On 3 ranks: chunks of more than 4 MiB, which ring_alg.cc would subdivide if it were asked to.
+# On 3 ranks: chunks of more than 4 MiB, which ring_alg.cc could subdivide.
 LARGE: dict[str, tuple[list[tuple[int, ...]], str]] = {"large chunks": ([(3_200_000,)], "float32")}
 
 
@@ -33,7 +33,7 @@ def cases(ranks: int) -> dict[str, tuple[list[tuple[int, ...]], str]]:
 
 
 def trees(case: str, ranks: int) -> list[list[np.ndarray]]:
-    """One list of leaves a rank."""
+    """The list of leaves of each rank."""
     shapes, dtype = cases(ranks)[case]
     return [[normal(1, shape, dtype, seed=10 * rank + i)[0] for i, shape in enumerate(shapes)] for rank in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""Left chains and AddN's blocks, against TensorFlow's and JAX's own sums."""
+"""Left chains and AddN's blocks have the bits of TensorFlow's and JAX's sums."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_addn_begins_with_the_buffer_that_it_reuses(unshared: list[int], reused:
         products = (tf.multiply(x, one, name=letters[i]) if i in unshared else x for i, x in enumerate(terms))
         return tf.add_n(list(products))
 
-    # Names in alphabetical order: sorting by them changes nothing.
+    # Names in alphabetical order, so that sorting by name changes nothing.
     given = [tf.TensorSpec((513,), tf.float32, name=letter) for letter in letters]
     traced = add.get_concrete_function(given, tf.TensorSpec((), tf.float32, name="one"))
     received = traced(tensors(12), tf.constant(1.0))

@@ -1,4 +1,4 @@
-"""Means, against optax.MultiSteps."""
+"""Means have the bits of optax.MultiSteps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def multi_steps(values: list[Any], jit: bool, accumulator: Any = np.float32) -> 
 
 
 def of_multi_steps(values: list[Any], **settings: Any) -> Any:
-    """What the XLA of the installed JAX makes of it."""
+    """The mean with the options that describe the XLA of the installed JAX."""
     import jax
 
     return foreign_orders.welford(values, divided=jax.__version_info__ < (0, 10), **settings)
@@ -72,15 +72,15 @@ def test_multi_steps_without_compilation() -> None:
 
 CPUINFO = Path("/proc/cpuinfo")
 FUSES_HALVES = CPUINFO.exists() and "avx512_fp16" in CPUINFO.read_text()
-"""Whether the CPU has multiply-adds of float16, for which XLA then contracts products and sums of float16."""
+"""Whether the CPU has float16 multiply-adds, into which XLA then fuses float16 products and sums."""
 
 
 def fused_in_halves(values: list[np.ndarray]) -> np.ndarray:
-    """The mean of MultiSteps where all is float16 and each product is fused into the sum after it."""
+    """The mean of MultiSteps in float16 with each product fused into the following sum."""
     mean = np.zeros_like(values[0])
     for n, value in enumerate(values, start=1):
         reciprocal = np.float16(1 / np.float32(n))
-        # A long double holds the product, and the sum of numbers near 1, exactly.
+        # A long double holds the product and the sum of numbers near 1 exactly.
         product = np.longdouble(value - mean) * np.longdouble(reciprocal)
         mean = np.asarray(mean + product).astype(np.float16)
     return mean
@@ -126,11 +126,11 @@ def test_welford_is_not_the_textbook_mean() -> None:
 
 
 def near_ties() -> tuple[np.ndarray, np.ndarray]:
-    """x and y; x / 3 + y is within a hair of a tie in the first third, cancels in the second, is random in the last."""
+    """x and y: x / 3 + y is next to a tie in the first third, cancels in the second, and is random in the last."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=3000).astype(np.float32)
     y = (rng.normal(size=3000) * 2.0 ** rng.integers(-30, 30, 3000)).astype(np.float32)
-    # float32(1 / 3) * 3 is 1 + 2**-25, half a unit of y and a hair.
+    # float32(1 / 3) * 3 is 1 + 2**-25: just above half a unit of y.
     x[:1000] = 3 * rng.choice([-1, 1], 1000)
     y[:1000] = (2**24 + 2 * rng.integers(0, 1000, 1000)) * rng.choice([-1, 1], 1000)
     y[1000:2000] = -x[1000:2000] * (np.float32(1) / np.float32(3))

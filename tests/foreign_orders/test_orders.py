@@ -1,4 +1,4 @@
-"""What holds for every named order."""
+"""Properties of every named order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring, against MirroredStrategy's default operations on 3 and on 8 CPUs."""
+"""The ring order has the bits of MirroredStrategy's default operations on 3 and 8 CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", params=[3, pytest.param(8, marks=pytest.mark.full)])
 def reduced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, bytes]]:
-    """What a run on so many ranks gave."""
+    """The results of a run on this number of ranks."""
     path = tmp_path_factory.mktemp("ring") / "results.npz"
     command = [sys.executable, "-m", "tests.foreign_orders.mirrored", str(request.param), str(path)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -1,4 +1,4 @@
-"""Readers of files that are damaged or made to harm: an error of one class, the same numbers, and little memory."""
+"""Readers of damaged or malicious files raise one class of error or return the same numbers, with little memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WRITERS = [stored, compressed, safetensors]
 
 
 def damaged(data: bytes, rng: np.random.Generator, case: int) -> bytes:
-    """The file with bits flipped, a piece overwritten, or its end cut off."""
+    """The file with flipped bits, an overwritten piece, or a cut-off end."""
     out = bytearray(data)
     if case % 4 == 0:
         del out[rng.integers(len(data)) :]
@@ -76,7 +76,7 @@ def test_damage_is_one_class_of_error_and_little_memory(write: Callable[[Path], 
         except GradCombineError:
             refused += 1
             continue
-        assert case % 4 or found.keys() < ARRAYS.keys()  # nothing that is cut off is read as a whole
+        assert case % 4 or found.keys() < ARRAYS.keys()  # truncated files are never accepted
         if path.suffix == ".npz":  # whose arrays carry checksums
             for name in found.keys() & ARRAYS.keys():
                 same = np.asarray(ARRAYS[name])
@@ -146,7 +146,7 @@ def two_of_a_name(path: Path) -> None:
 
 
 def a_bomb(path: Path) -> None:
-    """Directory and header agree that a few bytes are a gigabyte."""
+    """Directory and header both declare a few bytes to be a gigabyte."""
     file, member = io.BytesIO(), shaped("(250000000,)")
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", member)

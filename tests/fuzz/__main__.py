@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz``: damaged files for every reader of files.
+"""``python -m tests.fuzz``: fuzzes every reader of files with damaged files.
 
-Exit status: 0 if all were read, or refused as they have to be; 1 if not.
+Exit status: 0 if all files were accepted or rejected with the right error, else 1.
 """
 
 from __future__ import annotations

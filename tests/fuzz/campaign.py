@@ -1,4 +1,4 @@
-"""Damaged files for every reader, in a process of their own that is started again after a file that ends it."""
+"""Fuzzes every reader in a separate process, which is restarted after a file that crashes it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 from tests.fuzz.guard import SECONDS, bounded, happened
 
 FACTOR, BASE = 1100, 4 << 20
-"""The memory that reading a file may take: so many times its size, as deflate shrinks by 1032, and so many bytes."""
+"""Memory limit for reading a file: FACTOR times its size, as deflate compresses by up to 1032, plus BASE bytes."""
 
 MEASURED = 16
-"""Of so many files, the memory of one is measured."""
+"""Memory is measured for one file in this many."""
 
 AGAIN = 75
-"""The status with which a process asks for another one in its place."""
+"""Exit status with which a process asks to be replaced."""
 
 EXAMPLES = 3
-"""Numbers of inputs that are named for each defect."""
+"""Number of example inputs reported per defect."""
 
 
 class Job(NamedTuple):
-    """What is done with one reader: draws file number i, and reads it, in so many times the bounds."""
+    """Fuzzing of one reader: ``run`` draws a file and reads it, within ``factor`` times the bounds."""
 
     name: str
     inputs: int
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 def jobs(inputs: int) -> Iterator[Job]:
-    """The jobs of all readers, whose libraries are imported here alone."""
+    """The jobs of all readers; imports their libraries."""
     from tests.fuzz import files
 
     for name, reader in files.readers().items():
@@ -54,7 +54,7 @@ def _read(reader: Any, r: Random) -> tuple[str, str]:
     from tests.fuzz import files
 
     path = files.place(r, reader)
-    # Other threads that allocate while tracemalloc ends can end the process, in Python 3.11.
+    # In Python 3.11, threads that allocate while tracemalloc stops can crash the process.
     if r.randrange(MEASURED) or reader.factor > 1:
         return happened(lambda: reader.read(path), reader.allowed, reader.factor)
     tracemalloc.start()
@@ -66,7 +66,7 @@ def _read(reader: Any, r: Random) -> tuple[str, str]:
 
 
 def work(inputs: int, seed: int, only: str, seconds: float, name: str, start: int) -> None:
-    """Runs the jobs, from a file of one of them on; says on its output what comes of them, a line each."""
+    """Runs the jobs, starting with file ``start`` of job ``name``; prints one line per outcome."""
     reached = not name
     for job in jobs(inputs):
         reached = reached or job.name == name
@@ -86,9 +86,9 @@ def _work(job: Job, seed: int, start: int, seconds: float, crowded: Callable[[],
                 if time.monotonic() - begun > seconds:
                     break
                 _say("at", job.name, i, counts, defects, time.monotonic() - begun)
-                if crowded():  # by what frameworks keep; without memory they would end the process
+                if crowded():  # by memory that frameworks keep; running out would crash the process
                     sys.exit(AGAIN)
-                faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
+                faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # for code that a signal cannot interrupt
             kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
             counts[kind] = counts.get(kind, 0) + 1
             if kind == "defect":
@@ -107,9 +107,9 @@ class Result(NamedTuple):
     """The outcome of one reader.
 
     Attributes:
-      counts: of files that were accepted, refused, and defects.
-      defects: what happened, with how many files did it, and the numbers of the first.
-      seconds: the time it took.
+      counts: numbers of accepted and rejected files and of defects.
+      defects: by description, the number of files and the indices of the first ones.
+      seconds: duration.
     """
 
     name: str
@@ -120,17 +120,17 @@ class Result(NamedTuple):
 
 @contextmanager
 def place() -> Generator[dict[str, Any], None, None]:
-    """Where other processes run: in a folder for all of their files, in memory where possible."""
+    """Options of subprocesses: a temporary working directory, in memory if possible."""
     memory = "/dev/shm"
     with tempfile.TemporaryDirectory(prefix="fuzz", dir=memory if os.path.isdir(memory) else None) as folder:
         paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
         environment = {"TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # With an arena for each of its threads, a library would reach the bound of the address space without memory.
+        # One arena per thread would reach the limit of the address space without using memory.
         yield {"cwd": folder, "env": os.environ | environment | {"MALLOC_ARENA_MAX": "2"}}
 
 
 def campaign(inputs: int, seed: int, only: str = "", seconds: float = 3600) -> Iterator[Result]:
-    """Runs all readers, in a folder of their own."""
+    """Fuzzes all readers in a temporary directory."""
     options = ["--inputs", str(inputs), "--seed", str(seed), "--only", only, "--seconds", str(seconds)]
     with place() as where:
         name, at, ended = "", 0, False
@@ -139,7 +139,7 @@ def campaign(inputs: int, seed: int, only: str = "", seconds: float = 3600) -> I
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
             process = subprocess.Popen(command, **pipes, **where)
             assert process.stdout is not None
-            begun: list[Any] | None = None  # the outcome so far of a reader that has begun
+            begun: list[Any] | None = None  # intermediate outcome of a started reader
             for line in process.stdout:
                 if not line.startswith(":: "):
                     continue

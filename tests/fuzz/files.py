@@ -1,4 +1,4 @@
-"""The readers of files, each with whole files that are damaged by chance: as bytes, and inside of their checksums."""
+"""The readers of files, each with valid files to damage at random: their bytes, or contents within valid checksums."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gradcombine.verify.record.flight_diff import as_json, diff_logs, sections, 
 from tests.fuzz.guard import COMPILING
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz"))
-"""Where the files are."""
+"""Directory of the files."""
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 ARRAYS: dict[str, np.ndarray] = {
@@ -55,15 +55,15 @@ ACC = gc.accumulate(MEAN, every=4, order="tree")
 
 
 class Reader(NamedTuple):
-    """A reader, and a file that it takes.
+    """A reader and a valid file for it.
 
     Attributes:
-      name: of the file.
-      content: of a whole one.
-      read: all that is there to be read.
-      inner: the part that is damaged by itself, and what makes a file of such a part, with all checksums.
-      allowed: the errors that it is documented to raise beside `GradCombineError`.
-      factor: how many times the bounds of memory and time it needs; where more than one, it has threads of its own.
+      name: name of the file.
+      content: content of a valid file.
+      read: reads everything in a file.
+      inner: a part to damage separately, and a function from the part to a file with valid checksums.
+      allowed: documented errors other than `GradCombineError`.
+      factor: multiple of the memory and time bounds; above 1 for readers with threads.
     """
 
     name: str
@@ -88,7 +88,7 @@ def _read_dump(path: Path) -> Any:
 
 
 def _zipped(member: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
-    """An archive in which one entry is this."""
+    """An archive with this entry."""
 
     def write(buffer: Any) -> None:
         with zipfile.ZipFile(buffer, "w", method) as archive:
@@ -117,7 +117,7 @@ def _state(suffix: str) -> bytes:
 
 
 def _header(content: bytes) -> bytes:
-    """The header of a state file in the .npz format, behind its own checksum."""
+    """The header of an .npz state file, without its checksum."""
     with np.load(io.BytesIO(content)) as arrays:
         return arrays["header"].tobytes().partition(b"\n")[2]
 
@@ -165,7 +165,7 @@ def _read_log(path: Path) -> Any:
 
 
 def _read_traces(path: Path) -> Any:
-    """A run whose second step is the file, against one in which all is well."""
+    """Compares a run whose second step is the file with an intact run."""
     return str(first_divergence(path.parent, FOLDER / "trace"))
 
 
@@ -181,7 +181,7 @@ def _hdf5() -> bytes:
 
 
 def _checkpoint() -> bytes:
-    """The index of a checkpoint of TensorFlow, whose data file is left beside the damaged ones."""
+    """The index of a TensorFlow checkpoint; its data file stays next to the damaged ones."""
     import tensorflow as tf
 
     checkpoint = tf.train.Checkpoint(w=tf.Variable([1.0, 2.0]), text=tf.Variable("words"))
@@ -189,7 +189,7 @@ def _checkpoint() -> bytes:
 
 
 def _torch() -> dict[str, Reader]:
-    """Where PyTorch is installed, which the other readers do without: an archive, and the pickle in it."""
+    """Readers of a PyTorch archive and of the pickle in it, if PyTorch is installed."""
     if importlib.util.find_spec("torch") is None:
         return {}
     import torch
@@ -211,7 +211,7 @@ def _torch() -> dict[str, Reader]:
 
 
 def _orbax() -> bytes:
-    """The metadata of a checkpoint of Orbax, whose arrays are left beside the damaged ones."""
+    """The metadata of an Orbax checkpoint; its arrays stay next to the damaged ones."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -220,14 +220,14 @@ def _orbax() -> bytes:
 
 
 def _command(*arguments: str) -> Callable[[Path], None]:
-    """The command with a file: it ends with a status that is documented, 2 in one line or with nothing decided."""
+    """Runs the command with a file; its exit status must be documented, and 2 comes with one line or no decision."""
 
     def run(path: Path) -> None:
-        said, errors = io.StringIO(), io.StringIO()
-        with redirect_stdout(said), redirect_stderr(errors), pytest.raises(SystemExit) as end:
+        printed, errors = io.StringIO(), io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(errors), pytest.raises(SystemExit) as end:
             COMMAND.main([*arguments, str(path)], "gradcombine")
         lines, status = len(errors.getvalue().splitlines()), end.value.code
-        is_refused = status == 2 and "cannot tell" not in " ".join(said.getvalue().split())
+        is_refused = status == 2 and "cannot tell" not in " ".join(printed.getvalue().split())
         if status not in (0, 1, 2) or (is_refused and lines != 1):
             raise AssertionError(f"status {status}, {lines} lines")
         if is_refused:
@@ -271,7 +271,7 @@ ENTRY %main.4 (p0: f32[4], p1: f32[4]) -> f32[4] {
 
 
 def readers() -> dict[str, Reader]:
-    """By name."""
+    """All readers, by name."""
     (FOLDER / "trace").mkdir(exist_ok=True)
     (FOLDER / "damaged").mkdir(exist_ok=True)
     whole = _bytes_of(lambda file: np.savez(file, **{f"params/{name}": x for name, x in ARRAYS.items()}))
@@ -332,7 +332,7 @@ TOKENS = [
 
 
 def damaged(r: Random, content: bytes) -> bytes:
-    """The content with something wrong in it."""
+    """Damages the content at random."""
     out = bytearray(content)
     for _ in range(r.choice([1, 1, 1, 2, 4])):
         n, action = len(out), r.randrange(10)
@@ -363,7 +363,7 @@ def damaged(r: Random, content: bytes) -> bytes:
 
 
 def place(r: Random, reader: Reader) -> Path:
-    """A damaged file, or what is none, at a path that the reader takes."""
+    """Creates a damaged file, or something that is no file, at a path for the reader."""
     path = FOLDER / reader.name
     if path.is_symlink() or path.exists():
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

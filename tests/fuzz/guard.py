@@ -1,4 +1,4 @@
-"""Reads one file: in a bounded time, in bounded memory, and with an error of the right class, or none."""
+"""Checks that reading one file takes bounded time and memory and raises only the right class of error."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from contextlib import contextmanager
 from gradcombine import GradCombineError
 
 SECONDS = 5.0
-"""Of processor time, for one file, so that other programs do not count; most take less than a thousandth of it."""
+"""Limit of processor time for one file; most take less than a thousandth of it."""
 
 MARGIN = 1 << 30
-"""Bytes of address space that a file may take beyond what the process has when the first one is read."""
+"""Bytes of address space that a file may take in addition to those of the process before the first one."""
 
 COMPILING = 8
-"""How many times as much a file may take where programs are compiled."""
+"""Multiple of the limits for readers that compile programs."""
 
 MOST_CHARACTERS = 1300
-"""Of an error's message."""
+"""Maximum length of an error message."""
 
 
 class LateError(BaseException):
-    """A file took too long."""
+    """Raised when a file takes too long."""
 
 
 @contextmanager
 def bounded(factor: int = 1) -> Generator[Callable[[], bool], None, None]:
-    """Bounds the memory of this process, and makes late files raise; yields whether half of it is left behind."""
+    """Limits memory and time; yields a function that tells whether half of the memory margin is used up."""
 
     def late(*_: object) -> None:
         raise LateError
@@ -48,7 +48,7 @@ def bounded(factor: int = 1) -> Generator[Callable[[], bool], None, None]:
 
 
 def _held() -> int:
-    """Bytes of address space of this process."""
+    """Size of this process' address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
@@ -56,7 +56,7 @@ def _held() -> int:
 def happened(
     read: Callable[[], object], allowed: tuple[type[BaseException], ...] = (), factor: float = 1
 ) -> tuple[str, str]:
-    """The outcome of one file, "accepted", "refused" or "defect", and the class of a defect."""
+    """The outcome of one file ("accepted", "refused" or "defect") and the type of a defect."""
     signal.setitimer(signal.ITIMER_PROF, factor * SECONDS)
     try:
         read()
@@ -79,7 +79,7 @@ def happened(
 
 
 def _where(error: BaseException) -> str:
-    """The class of an error, and the last line of the library that it passed."""
+    """The class of an error and the innermost line of the library in its traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/gradcombine/" in f.filename]
     place = f"{frames[-1].filename.partition('/gradcombine/')[2]}:{frames[-1].lineno}" if frames else "outside"
     return f"{type(error).__name__} at {place}"

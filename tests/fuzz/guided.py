@@ -1,7 +1,7 @@
-"""``python -m tests.fuzz.guided``: bytes that reach new lines of the readers of files that are parsed here, in Python.
+"""``python -m tests.fuzz.guided``: coverage-guided fuzzing of the file readers that are written in Python.
 
-Files grow from a whole one, guided by what of the library they reach (atheris, a libFuzzer for Python, which is to be
-installed beside the project: ``nox -s guided`` does). Exit status: 0 if each was read, or refused as it has to be.
+Mutates valid files, guided by the library's coverage, with atheris (libFuzzer for Python), which must be installed as
+well; ``nox -s guided`` does. Exit status: 0 if all files were accepted or rejected with the right error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ READERS = (
     *("dump .npz", "dump .npz, compressed", "dump .safetensors", "dump .index.json"),
     *("state .npz", "state .safetensors", "trace", "flight log", "rules", "baseline", "target"),
 )
-"""Of `tests.fuzz.files`; of the others' bytes libraries of C or C++ make arrays, of which coverage sees nothing."""
+"""Readers of `tests.fuzz.files`; C or C++ libraries, invisible to coverage, parse the files of the others."""
 
 
 class DefectError(Exception):
-    """Says what a file did."""
+    """Describes the defect that a file triggered."""
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.reader:
         _guide(options.reader, options.seconds, options.seed)
-    place: Any = import_module("tests.fuzz.campaign").place  # not where the library is still to be instrumented
+    place: Any = import_module("tests.fuzz.campaign").place  # not before the library is instrumented
     failed = False
     for name in (name for name in READERS if re.search(options.only, name)):
         command = [sys.executable, "-m", "tests.fuzz.guided", "--reader", name]
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _guide(name: str, seconds: int, seed: int) -> None:
-    """Ends this process: with status 0, or with that of libFuzzer for a file that did what it must not do."""
+    """Fuzzes, then exits: with status 0, or with that of libFuzzer if a file triggers a defect."""
     atheris: Any = import_module("atheris")
     os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     with atheris.instrument_imports(include=["gradcombine"]):

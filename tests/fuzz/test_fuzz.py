@@ -1,4 +1,4 @@
-"""A share of the campaign, and files that it found."""
+"""A small part of the fuzzing campaign, and regressions that it found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_few_files_of_each_reader() -> None:
     slow, defects = ("HLO", "command", "Orbax"), dict[str, Any]()
-    jobs = list(campaign.jobs(24))  # which starts frameworks that need more memory than a file may take
+    jobs = list(campaign.jobs(24))  # starts frameworks, which need more memory than a file may take
     with guard.bounded():
         for job in jobs:
             if not any(word in job.name for word in slow):
@@ -38,7 +38,7 @@ def test_a_few_files_of_each_reader() -> None:
 
 
 def test_a_defect_is_found() -> None:
-    """Of each kind: another error, no end, much memory."""
+    """Detects each type of defect: a wrong error, an endless loop, too much memory."""
 
     def wrong() -> None:
         raise KeyError
@@ -64,8 +64,8 @@ def test_a_process_that_is_full_asks_for_another_one_and_loses_no_defect(
     job, full = campaign.Job("x", 100, lambda r: ("defect", "bad")), iter([False, True])
     with pytest.raises(SystemExit, match=str(campaign.AGAIN)):
         campaign._work(job, 0, 0, 60, lambda: next(full))
-    *said, _ = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix(":: "))
-    assert said == ["at", "x", 64, {"defect": 64}, {"bad": [64, [0, 1, 2]]}]
+    *printed, _ = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix(":: "))
+    assert printed == ["at", "x", 64, {"defect": 64}, {"bad": [64, [0, 1, 2]]}]
     assert timers == ["begun", "ended"]  # or it would end the process that runs other tests
 
 

@@ -1,4 +1,4 @@
-"""One process of a JAX cluster: trains by windows of microbatches that are spread over the processes.
+"""One process of a JAX cluster: trains with windows of microbatches that are spread over the processes.
 
 Arguments: coordinator, number of processes, rank, and what to do: ``train``; ``save FOLDER`` (stop in the middle of the
 second window and save its parts); ``resume FOLDER`` (and train to the end); ``die`` (the last process ends in the
@@ -30,7 +30,7 @@ MEAN = reductions.mean()
 
 
 def microbatch(window: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of its own size, from 1 to 5 examples."""
+    """A microbatch of 1 to 5 examples."""
     rng = np.random.default_rng([window, number])
     x = rng.normal(size=(1 + number % 5, WIDTH)).astype(np.float32)
     return x, np.sin(x).sum(1)
@@ -55,7 +55,7 @@ def bits(params: Any) -> str:
 
 
 def merger(size: int) -> Any:
-    """From each process's window to the mean over all of them."""
+    """Returns a function that merges the processes' windows to the mean over all of them."""
     mesh = jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,))
     own = NamedSharding(mesh, P("data"))
 
@@ -108,7 +108,7 @@ def leave(size: int, rank: int, folder: Path) -> None:
     """Ends a process that outlives the last one: a regular exit would wait for that."""
     (folder / f"left{rank}").touch()
     others, end = [folder / f"left{other}" for other in range(1, size - 1)], time.monotonic() + 20
-    # The first process has the coordinator, without which JAX aborts the others.
+    # The first process runs the coordinator, without which JAX aborts the others.
     while rank == 0 and time.monotonic() < end and not all(each.exists() for each in others):
         time.sleep(0.1)
     time.sleep(1 if rank == 0 else 0)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Ended(NamedTuple):
-    """How a process ended. ``printed``: the JSON on its last line of output, None without any."""
+    """How a process ended. ``printed``: the JSON on its last line of output, or None."""
 
     code: int
     printed: Any

@@ -69,7 +69,7 @@ def main() -> None:
             print(json.dumps({"refused": str(error)}), flush=True)
             return
         step = tf.function(local if args.outer else module)
-    # A window is each process's own, so each of them keeps a checkpoint of its own.
+    # Windows differ by process, so each process keeps a separate checkpoint.
     folder, done = args.folder and str(args.folder / str(rank)), tf.Variable(0)
     checkpoint = tf.train.Checkpoint(step=module, w=w, done=done)
     if args.resume:

@@ -47,7 +47,7 @@ def run(size: int, task: str, folder: Path, limit: float = 60) -> list[Ended]:
 
 
 def _printed(output: str) -> Any:
-    """The worker's line of JSON; Gloo prints lines of its own, in any order."""
+    """The worker's line of JSON among the lines that Gloo prints."""
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return found[-1] if found else None
 

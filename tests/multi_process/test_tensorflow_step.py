@@ -1,4 +1,4 @@
-"""The accumulated step in several processes: the bits of one list, checkpoints, and a process that is killed."""
+"""The accumulated step in several processes has the bits of one list; checkpoints; a killed process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOWS = 2
 
 
 def trained(size: int) -> np.ndarray:
-    """The variable after all windows, by `gradcombine.combine` over each window's whole list."""
+    """The variable after all windows, by `gradcombine.combine` over the list of each window."""
     w = np.zeros(SIZE, np.float32)
     for window in range(WINDOWS):
         numbers = [(r, k) for r in range(size) for k in range(window * EVERY, (window + 1) * EVERY)]
@@ -44,7 +44,7 @@ def test_processes_give_the_bits_of_one_list(size: int, options: tuple[str, ...]
 
 
 def test_islands_in_processes_have_the_bits_of_a_simulation() -> None:
-    """Each process moves by the gradients of its window; the weighted mean of what they moved is subtracted."""
+    """Each process moves by its window's gradients; the weighted mean of the differences is subtracted."""
     w = np.zeros(SIZE, np.float32)
     for window in range(WINDOWS):
         moved, seen = list[np.ndarray](), list[float]()
@@ -64,7 +64,7 @@ def test_islands_in_processes_have_the_bits_of_a_simulation() -> None:
 
 @pytest.mark.parametrize("options", [(), ("--keras",)])
 def test_a_gradient_in_one_process_alone_is_one_in_all(options: tuple[str, ...]) -> None:
-    """Each process traces what its own replicas have, and takes the branches of the others."""
+    """Each process traces its own replicas' gradients and still takes part in the others' branches."""
     ended = run_workers(2, "--apart", *options)
     assert_trained(ended)
     weights = np.float64([[weight_at(r, k) for k in range(WINDOWS * EVERY)] for r in range(2)])

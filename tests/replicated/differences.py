@@ -1,4 +1,4 @@
-"""Where the model differs from TensorFlow's variables on purpose: all of it. docs/replicated.md tells why."""
+"""All deliberate differences between the model and TensorFlow's variables. docs/replicated.md explains them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Difference(NamedTuple):
     """One rule.
 
     Attributes:
-      name: the row's first words in docs/replicated.md.
-      covers: the cases that it is about.
-      ours: what the model does in such a case.
+      name: the first words of the row in docs/replicated.md.
+      covers: whether the rule applies to a case.
+      ours: the model's outcome in such a case.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Difference(NamedTuple):
 
 
 def _refused(case: Case) -> Outcome:
-    """The call raises, and the variable is what it was made as."""
+    """The call raises, and the variable keeps its initial value."""
     length = 3 if case.op == "scatter_add" else 0
     start = [10.0] * length if length else 10.0
     values = {"components": [start] * 2, "replica": [start] * 2, "cross": start}
@@ -33,7 +33,7 @@ def _refused(case: Case) -> Outcome:
 
 
 def _as_in(column: str) -> Callable[[Case], Outcome]:
-    """As TensorFlow does when it executes in the other way."""
+    """TensorFlow's outcome in the other execution mode."""
     return lambda case: next(other.outcome for other in CASES if (other.key, other.column) == (case.key, column))
 
 
@@ -83,7 +83,7 @@ DIFFERENCES = (
 
 
 def expected(case: Case) -> Outcome:
-    """What the model does: as TensorFlow, but where a difference is listed."""
+    """The model's expected outcome: TensorFlow's, unless a difference is listed."""
     found = [difference for difference in DIFFERENCES if difference.covers(case)]
     assert len(found) <= 1, [difference.name for difference in found]
     return found[0].ours(case) if found else case.outcome

@@ -1,4 +1,4 @@
-"""What real variables were seen to do under tf.distribute.MirroredStrategy on two replicas."""
+"""Observed outcomes of operations on real variables under tf.distribute.MirroredStrategy with two replicas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ RAISES = "raises"
 READS = ("read_cross_replica", "convert_cross_replica", "read_in_scope", "numpy_in_scope")
 
 Outcome = dict[str, Any]
-"""``raises``: whether the operation did. Then what there is of ``result``, ``components``, ``cross`` and ``replica``
+"""``raises``: whether the operation raised. Then, where present, ``result``, ``components``, ``cross`` and ``replica``
 (the reads), ``after_cross``, ``SUM`` and ``MEAN``; a read that raises is `RAISES`."""
 
 
 class Case(NamedTuple):
-    """One operation on one kind of variable, in one of TensorFlow's two ways to execute."""
+    """One operation on one type of variable, in one of TensorFlow's two execution modes."""
 
     key: str
     column: str
@@ -52,7 +52,7 @@ def _cases() -> list[Case]:
 
 
 def outcome(context: str, op: str, seen: dict[str, Any]) -> Outcome:
-    """One observation, in the terms of `Outcome`."""
+    """Converts one observation to an `Outcome`."""
     if "exc" in seen:
         return {"raises": True}
     result = seen.get("result", {"ok": None})

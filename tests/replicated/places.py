@@ -15,13 +15,13 @@ from tests.replicated.observed import Case
 from tests.replicated.replay import Place, replay
 
 Outcomes = dict[str, dict[str, Any]]
-"""By case."""
+"""Outcomes by case."""
 
 Program = Callable[[Callable[[Any], Any]], Outcomes]
-"""``program(own)``: what one replica runs; ``own(values)`` is its value of one a replica. Returns arrays."""
+"""``program(own)`` runs on each replica and returns arrays; ``own(values)`` selects the replica's value."""
 
 ONE_VALUE = ("cross", "SUM", "MEAN")
-"""What of an outcome is one value for all replicas."""
+"""Parts of an outcome that are one value for all replicas."""
 
 
 def numpy_stacked(cases: list[Case]) -> Outcomes:
@@ -60,7 +60,7 @@ def jax_pmap(cases: list[Case]) -> Outcomes:
 
 
 def jax_shard_map(cases: list[Case]) -> Outcomes:
-    """With check_vma, which keeps account of what varies over the axis."""
+    """Runs the cases with check_vma, which tracks the values that vary over the axis."""
     import jax
     from jax.sharding import AxisType, PartitionSpec
 
@@ -74,7 +74,7 @@ def jax_shard_map(cases: list[Case]) -> Outcomes:
         return jax.jit(jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec))(np.arange(2))
 
     def reduce(reduction: Any, value: Any) -> Any:
-        # A read of what is written to all replicas is typed as the same on all of them, which all_reduce refuses.
+        # Reading a value written to all replicas has an invariant type, for which all_reduce raises.
         if "data" not in varying(value):
             value = jax.lax.pcast(value, "data", to="varying")
         return gc.all_reduce(reduction, value, over=gc.jax_axis("data"))
@@ -83,7 +83,7 @@ def jax_shard_map(cases: list[Case]) -> Outcomes:
 
 
 def tf_mirrored(cases: list[Case], compiled: bool) -> Outcomes:
-    """Eager, or in a tf.function."""
+    """Runs the cases eagerly or in a tf.function."""
     import tensorflow as tf
 
     strategy = tf_strategy(2)

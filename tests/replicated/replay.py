@@ -17,11 +17,11 @@ START = 10.0
 
 
 class Place(NamedTuple):
-    """Where a program runs.
+    """The functions that a program uses on one replica.
 
     Attributes:
-      own: ``own(values)``: of one value a replica, what a program in replica context has.
-      reduce: ``reduce(reduction, value)``: over the replicas.
+      own: ``own(values)``: the replica's value from one value per replica.
+      reduce: ``reduce(reduction, value)``: reduces over the replicas.
       cond: ``cond(function, state)``: ``function(state)``, in the framework's conditional.
     """
 
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 def replay(case: Case, variable: ReplicatedVariable, place: Place) -> dict[str, Any]:
-    """What the model does, in the terms of `observed.Outcome`."""
+    """The model's outcome of a case, as an `observed.Outcome`."""
     out: dict[str, Any] = {"raises": False}
     states: list[ReplicatedState] = []
     try:
@@ -51,7 +51,7 @@ def replay(case: Case, variable: ReplicatedVariable, place: Place) -> dict[str, 
 
 
 def _steps(case: Case, variable: Any, place: Place, out: dict[str, Any]) -> Iterator[ReplicatedState]:
-    """The states, one by one, so that those before an error are known."""
+    """Yields the states one by one, so that the ones before an error are known."""
     dtype = np.int32 if case.int32 else np.float32
     dependent, constant = place.own(np.array(DEPENDENT, dtype)), place.own(np.array([CONSTANT] * 2, dtype))
     one, one_each = np.float32(CONSTANT), np.float32(DEPENDENT)
@@ -79,8 +79,8 @@ def _steps(case: Case, variable: Any, place: Place, out: dict[str, Any]) -> Iter
     elif context == "replica_dep_in_tf.cond":
         yield place.cond(lambda before: variable.assign_add(before, dependent), state)
     elif context.startswith("update_api"):
-        # strategy.extended.update writes each component by itself: what replica context does with ON_READ. With
-        # ON_WRITE a write is one for all.
+        # strategy.extended.update writes each component separately, like replica context does with ON_READ. With
+        # ON_WRITE, one write sets all components.
         each, all_ = (dependent, one_each) if context == "update_api_dep" else (constant, one)
         yield getattr(variable.cross, op)(state, all_) if case.on_write else getattr(variable, op)(state, each)
     elif context.startswith("cross"):

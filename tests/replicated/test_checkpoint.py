@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a variable that is summed on read: TensorFlow the sum, the model the components."""
+"""Checkpoints of a variable that is summed on read hold the sum in TensorFlow and the components in the model."""
 
 from __future__ import annotations
 

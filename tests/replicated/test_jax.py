@@ -1,4 +1,4 @@
-"""The model inside JAX's transformations."""
+"""The model inside JAX transformations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK = [("mean", "on_write"), ("sum", "on_read"), ("only_first_replica", "on_re
 
 @pytest.mark.parametrize(("aggregation", "synchronization"), cases(QUICK, AGGREGATIONS, SYNCHRONIZATIONS))
 def test_a_loop_under_check_vma(aggregation: str, synchronization: str) -> None:
-    """The state's type is the same before and after a write; ON_WRITE leaves as one replicated array."""
+    """A write keeps the type of the state; with ON_WRITE, the result is one replicated array."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -51,7 +51,7 @@ def test_a_loop_under_check_vma(aggregation: str, synchronization: str) -> None:
 
 @pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
 def test_a_loop_of_assignments_under_check_vma(synchronization: str) -> None:
-    """What is assigned is the same on all replicas; the state stays of the type that it was made with."""
+    """The assigned value is equal on all replicas; the state keeps its initial type."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -85,7 +85,7 @@ def test_made_outside_of_the_axis() -> None:
 
 
 def test_stacked_and_sharded() -> None:
-    """The components along an axis that is sharded over devices: one array, one program."""
+    """The components are one array in one program, along an axis that is sharded over devices."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -99,7 +99,7 @@ def test_stacked_and_sharded() -> None:
 
 @pytest.mark.parametrize(("aggregation", "synchronization"), cases(QUICK, AGGREGATIONS, SYNCHRONIZATIONS))
 def test_stacked_has_the_bits_of_replicas(aggregation: str, synchronization: str) -> None:
-    """In the canonical order: NumPy with all components, and JAX with one on each replica."""
+    """NumPy with all components and JAX with one per replica have the same bits, by the canonical order."""
     import jax
 
     values = np.random.default_rng(0).standard_normal((3, REPLICAS, 5)).astype(np.float32)
@@ -127,7 +127,7 @@ def test_outside_of_the_axis_a_write_is_refused() -> None:
 
 
 def test_a_value_that_is_summed_already_is_refused() -> None:
-    """Under check_vma: what is known to be the same on all replicas cannot be one replica's contribution."""
+    """With check_vma, a value of invariant type cannot be one replica's contribution."""
     import jax
     from jax.sharding import PartitionSpec
 

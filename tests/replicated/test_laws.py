@@ -1,4 +1,4 @@
-"""Laws that hold for any values and any number of replicas. Integers, so that sums are exact."""
+"""Laws for any values and any number of replicas. Values are integers, so that sums are exact."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_on_write_leaves_all_components_equal(drawn: tuple, start: int, aggregat
 
 @given(replicas_and_writes)
 def test_a_sum_is_the_same_when_taken_at_the_read(drawn: tuple) -> None:
-    """From zero, for any writes: the aggregation of SUM is linear."""
+    """Holds for any writes to a variable of zeros: aggregation by SUM is linear."""
     replicas, writes = drawn
     over = replicated.stacked(replicas)
     early, late = (replicated.variable("sum", when, over=over) for when in ("on_write", "on_read"))

@@ -1,4 +1,4 @@
-"""Real variables under MirroredStrategy, on three and four replicas, beside the model: the same bits at every step."""
+"""The model has the bits of real variables under MirroredStrategy at every step, on three and four replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = (5,)
 
 
 class Real:
-    """A tf.Variable, and what is written to it."""
+    """A tf.Variable and the operations on it."""
 
     def __init__(self, replicas: int, aggregation: str, synchronization: str, start: np.ndarray) -> None:
         import tensorflow as tf

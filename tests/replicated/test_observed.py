@@ -1,4 +1,4 @@
-"""Every observed case, on the model: the same values, an error where TensorFlow raises, or a listed difference."""
+"""In every observed case, the model has TensorFlow's values, raises as TensorFlow does, or a difference is listed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.replicated.observed import CASES, Case
 PAGE = Path(__file__).parents[2] / "docs" / "replicated.md"
 
 LEFT_OUT_OF_SELECTION = ("replica_const", "cross_no_scope", "update_api_const")
-"""Contexts that another one stands for: the same calls with other numbers."""
+"""Contexts that repeat another context's calls with different numbers."""
 
 SELECTED = [case for case in CASES if case.synchronization != "AUTO" and case.context not in LEFT_OUT_OF_SELECTION]
-"""What TensorFlow and the modes of JAX that compile run: all rules, under each of the policies."""
+"""Cases for TensorFlow and compiled JAX: all rules under each policy."""
 
 MERGE_IN_COND = [
     case
@@ -36,7 +36,7 @@ MAPPED = [case for case in SHARDED if case.context in ("", "replica_dep", "repli
 
 
 def one_a_rule(cases: list[Case]) -> list[Case]:
-    """One of those that ask the same method of the same kind of variable, in whatever context."""
+    """Keeps one case per method and type of variable, from any context."""
     return list({(case.synchronization, case.aggregation, case.op): case for case in cases}.values())
 
 
@@ -45,7 +45,7 @@ def outcomes(cases: list[Case]) -> places.Outcomes:
 
 
 def by_policy(cases: list[Case]) -> dict[str, list[Case]]:
-    """Cases that make one program: those of variables of one kind."""
+    """Groups the cases by type of variable; a group is one program."""
     policies: dict[str, list[Case]] = {}
     for case in cases:
         policies.setdefault(f"{case.synchronization}-{case.aggregation}", []).append(case)
@@ -53,7 +53,7 @@ def by_policy(cases: list[Case]) -> dict[str, list[Case]]:
 
 
 def quick(place: Any, chosen: list[Case], of: list[Case]) -> list[Any]:
-    """Of these cases the chosen ones; the rest, which traces the same functions, is left to the full suite."""
+    """Test parameters: the chosen cases are quick; the others trace the same functions and run in the full suite."""
     rest = by_policy([case for case in of if case not in chosen])
     programs = {"one a rule": (chosen, ()), **{name: (cases, pytest.mark.full) for name, cases in rest.items()}}
     return [
@@ -87,14 +87,14 @@ EAGER = by_policy([case for case in SELECTED if case.column != "tf_function"])
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("cases", [*EAGER.values(), COMPILED], ids=[*EAGER, "tf_function"])
 def test_tensorflow(cases: list[Case]) -> None:
-    """As the cases were observed: eager, or in a tf.function."""
+    """Runs as the cases were observed: eagerly or in a tf.function."""
     assert places.tf_mirrored(cases, compiled=cases is COMPILED) == outcomes(cases)
 
 
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("case", MERGE_IN_COND, ids=str)
 def test_tensorflow_has_no_collective_inside_cond(case: Case) -> None:
-    """MirroredStrategy's own limit, whoever asks."""
+    """A limit of MirroredStrategy, not of the model."""
     with pytest.raises(RuntimeError, match="merge_call"):
         places.tf_mirrored([case], compiled=True)
 

@@ -1,4 +1,4 @@
-"""Which combinations there are, and by which names."""
+"""The valid combinations of aggregation and synchronization, and their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model inside TensorFlow: replicas, tf.function, and all components from outside."""
+"""The model inside TensorFlow: in replica context, in tf.function, and with all components in cross-replica context."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_sparse_values_are_added_where_they_are() -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64])
 def test_integers_from_outside(dtype: Any) -> None:
-    """All components in one tensor, as what experimental_local_results gives, stacked."""
+    """All components in one tensor, as the stacked result of experimental_local_results."""
     import tensorflow as tf
 
     variable = replicated.variable("sum", "on_read", over=replicated.stacked(3))

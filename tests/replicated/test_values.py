@@ -1,4 +1,4 @@
-"""Trees, dtypes and shapes of what is written, and errors that leave the state as it is."""
+"""Trees, dtypes and shapes of written values, and errors that leave the state unchanged."""
 
 from __future__ import annotations
 

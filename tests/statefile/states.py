@@ -1,4 +1,4 @@
-"""States of every reduction, and what to compare of them."""
+"""States of every reduction, and their contents for comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUFFIXES = (".npz", ".safetensors")
 
 
 class Layer(NamedTuple):
-    """A container of the user's own."""
+    """A user-defined container."""
 
     kernel: Any
     bias: Any
@@ -67,7 +67,7 @@ CASES = {
 
 
 def contribution(like: Any, seed: int) -> Any:
-    """A tree like this one: numbers whose sums round, and now and then NaN, an infinity or -0."""
+    """A random tree with the structure of ``like``: sums round, and some elements are NaN, infinite or -0."""
     rng = np.random.default_rng(seed)
     leaves, structure = tree.flatten(like)
 
@@ -85,7 +85,7 @@ def contribution(like: Any, seed: int) -> Any:
 
 
 def accumulated(case: Case, order: Any, contributions: range, every: int = 8, state: Any = None) -> Any:
-    """A window of these contributions, of weights 1, 2, 3, 1, 2, 3, ..."""
+    """A window of these contributions with weights 1, 2, 3, 1, 2, 3, ..."""
     acc = gc.accumulate(case.reduction, every, order=order)
     state = acc.init(case.like) if state is None else state
     for seed in contributions:
@@ -94,7 +94,7 @@ def accumulated(case: Case, order: Any, contributions: range, every: int = 8, st
 
 
 def contents(state: Any) -> dict[str, Any]:
-    """Every leaf by its path: dtype, shape and bytes."""
+    """Dtype, shape and bytes of every leaf, by path."""
     leaves, structure = tree.flatten(state)
     arrays = (None if leaf is None else np.asarray(leaf) for leaf in leaves)
     described = (None if x is None else (x.dtype, x.shape, x.tobytes()) for x in arrays)

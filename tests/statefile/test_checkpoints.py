@@ -1,4 +1,4 @@
-"""Other libraries' checkpoints hold the states as well, as they are."""
+"""Checkpoints of other libraries hold states unchanged."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_orbax_with_an_optimizer_around_the_window(tmp_path: Path) -> None:
     "name", [*(pytest.param(x, marks=pytest.mark.full) if x in ("row mean", "moments") else x for x in REDUCTIONS)]
 )
 def test_tensorflow(tmp_path: Path, name: str) -> None:
-    """A variable for each array of the state."""
+    """Stores each array of the state in a variable."""
 
     def variables(state: Any) -> tf.train.Checkpoint:
         leaves = (x for x in tree.flatten(state)[0] if x is not None)
@@ -111,7 +111,7 @@ PARAMS = {"w": jnp.zeros(())}
 
 
 def through(folder: Path, way: str, before: Any, after: Any, begun: int) -> Any:
-    """The state that another transformation goes on with, and its update; microbatch k has gradient k, weight 1 + k."""
+    """Restores a window of ``begun`` microbatches (k has gradient k, weight 1 + k) into another transformation."""
     (every, reduction), (new_every, new) = before, after
     tx, other = (
         accumulate(optax.sgd(-1.0), every, reduction=reduction),
@@ -141,7 +141,7 @@ WAYS = pytest.mark.parametrize("way", ["file", "orbax"])
 def test_a_window_of_another_length_loses_nothing(
     tmp_path: Path, way: str, before: int, begun: int, after: int, applied: list[float], ledger: bool
 ) -> None:
-    """One as long as the new length, or longer, ends with the next microbatch; a shorter one goes on."""
+    """A window of at least the new length ends with the next microbatch; a shorter one continues."""
     reduction = LEDGERS[8] if ledger else SUM
     state, update = through(tmp_path, way, (before, reduction), (after, reduction), begun)
     found, options = [], {}
@@ -170,7 +170,7 @@ def test_a_window_of_another_kind_is_refused(tmp_path: Path, way: str, before: A
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
 def test_orbax_refuses_a_ledger_of_another_length(tmp_path: Path, before: int, after: int) -> None:
-    """In a process of its own: reads that Orbax leaves off fail later, in whichever test runs then."""
+    """Runs in a separate process, as reads that Orbax abandons fail later, during another test."""
     names = f"Path({str(tmp_path)!r}), 'orbax', (4, LEDGERS[{before}]), (4, LEDGERS[{after}]), 3"
     code = f"from pathlib import Path; from tests.statefile.test_checkpoints import *; through({names})"
     ran = subprocess.run(
@@ -181,7 +181,7 @@ def test_orbax_refuses_a_ledger_of_another_length(tmp_path: Path, before: int, a
 
 
 def test_orbax_keeps_the_fields_of_a_state_and_not_the_name_of_its_reduction(tmp_path: Path) -> None:
-    """A mean holds what a sum does, so that the one goes on as the other; a file of `statefile` is refused."""
+    """A mean has the fields of a sum, so Orbax restores one as the other; `statefile` raises."""
     state, update = through(tmp_path, "orbax", (4, MEAN), (4, SUM), 3)
     updates, _ = update({"w": jnp.float32(3)}, state, PARAMS, weight=4)
     assert float(updates["w"]) == sum(k * (1 + k) for k in range(4))

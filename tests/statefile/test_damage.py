@@ -1,4 +1,4 @@
-"""A damaged file is refused, or its damage does not touch what is loaded."""
+"""A damaged file raises unless the damage does not affect the loaded state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def outcome(path: Path, header: statefile.Header | None = None) -> str:
-    """``"refused"`` or ``"loaded"``: an error of another class, other data or another header fails the test."""
+    """``"refused"`` or ``"loaded"``: an other errors, other data or another header fail the test."""
     try:
         assert header is None or statefile.inspect(path) == header
         loaded = statefile.load_replicas(path, CASE.reduction, CASE.like)
@@ -53,7 +53,7 @@ def test_bits_that_flip_and_files_that_are_cut_off(whole: Path) -> None:
         seen.append(outcome(whole, header))
         if i % 4 == 0:
             assert seen[-1] == "refused"
-    # Dates and padding of a container may change; most of a file may not.
+    # Dates and padding of a container may change without effect, but most of a file may not.
     assert seen.count("refused") > 0.8 * CASES_A_FORMAT
 
 
@@ -87,14 +87,14 @@ def test_foreign_files_of_the_right_format(tmp_path: Path) -> None:
 
 
 class Trap:
-    """Its unpickling would be seen."""
+    """Records its own unpickling."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("unpickled",))
 
 
 def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> None:
-    """Writes an .npz file anew with ``change(entries)``; the header's checksum is made to fit."""
+    """Rewrites an .npz file with ``change(entries)`` and a matching checksum in its header."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     text = np.load(io.BytesIO(entries["header.npy"])).tobytes().decode().partition("\n")[2]
@@ -151,7 +151,7 @@ def test_crafted_contents_with_a_fitting_checksum(whole: Path, name: str) -> Non
     rewritten(whole, CRAFTED[name])
     tracemalloc.start()
     assert outcome(whole) == ("loaded" if name == "nothing" else "refused")
-    assert tracemalloc.get_traced_memory()[1] < 2e6  # whatever is claimed
+    assert tracemalloc.get_traced_memory()[1] < 2e6  # independent of the claimed size
     tracemalloc.stop()
 
 

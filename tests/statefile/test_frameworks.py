@@ -109,7 +109,7 @@ def test_specs_say_of_which_framework(tmp_path: Path) -> None:
 
 
 def test_float0_and_none_are_the_same_absence(tmp_path: Path) -> None:
-    """A JAX parameter of integers has float0 for a gradient; the other frameworks have None."""
+    """The gradient of an integer parameter is float0 in JAX and None in other frameworks."""
     mean, absent = reductions.mean(), np.zeros((2, 2), jax.dtypes.float0)
     likes = {"jax": {"w": jnp.zeros(2), "ids": absent}, "numpy": {"w": np.zeros(2, F32), "ids": None}}
     for writer, reader in (("jax", "numpy"), ("numpy", "jax"), ("jax", "jax")):
@@ -141,7 +141,7 @@ def test_values_that_are_traced_are_refused(tmp_path: Path) -> None:
 
 
 def test_windows_are_merged_inside_of_compiled_code() -> None:
-    """`resize` of held states, traced: the position is an array there."""
+    """Traces `resize` of held states, whose position is an array there."""
     mean = reductions.mean()
     acc = gc.accumulate(mean, 2, order="tree")
     states = [acc.update(F32([k, 1]), acc.init(np.zeros(2, F32)), weight=1 + k) for k in range(4)]

@@ -1,4 +1,4 @@
-"""A run that ends anywhere goes on from its folder, on any number of processes, to the bits of the unbroken one."""
+"""A run interrupted anywhere resumes from its folder, on any number of processes, with the bits of an unbroken run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def gradient(params: Any, window: int, number: int) -> Any:
 
 
 class EndsHereError(Exception):
-    """Every process ends."""
+    """Simulates the end of all processes."""
 
 
 def train(folder: Path, size: int, places: Any, backwards: bool = False) -> Any:
-    """All processes of a run in turn, the last one first where ``backwards``; ends where `places` says."""
+    """Runs all processes one after the other, in reverse if ``backwards``; `places` decides where the run ends."""
     found = statefile.recover(folder, MEAN, START, START)
     index, params, parts = found.window, found.begun, found.parts
     statefile.begin_window(folder, index, params)
@@ -75,7 +75,7 @@ def until(last: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the system has written what it was told to is not what is looked at here."""
+    """Skips fsync: durability is not tested here."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -86,7 +86,7 @@ def on_disk(folder: Path) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize(("holder", "size"), [(1, 2), (2, 3), (5, 2)])
 def test_what_was_saved_stays_on_the_disk_whoever_goes_on_with_it(tmp_path: Path, holder: int, size: int) -> None:
-    """The file of the holder may be replaced by another process before the one that goes on with it has saved."""
+    """Another process may replace the holder's file before the process that resumes it has saved."""
     for place in range(1, 4):
         folder = tmp_path / str(place)
         statefile.begin_window(folder, 0, START)
@@ -104,7 +104,7 @@ def test_a_run_that_ends_at_any_place_goes_on_to_the_same_bits(tmp_path: Path, b
         folder = tmp_path / str(place)
         with pytest.raises(EndsHereError):
             train(folder, before, until(place))
-        if place % 3 == 0:  # and again, on as many as before: files of three starts lie beside each other
+        if place % 3 == 0:  # and again on the same number: files of three starts coexist
             with pytest.raises(EndsHereError):
                 train(folder, after, until(min(2, WINDOWS * (COUNT + 1) - place - 1)))
         assert train(folder, after, lambda: None)["w"].tobytes() == unbroken()

@@ -1,4 +1,4 @@
-"""Files that are whole, but not what was asked for; and states that cannot be saved."""
+"""Intact files that do not match the request, and states that cannot be saved, raise."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_state_of_another_kind(tmp_path: Path, name: str, suffix: str) -> None
 
 
 def test_containers_with_the_same_paths_are_the_same(tmp_path: Path) -> None:
-    """A tuple for a list, an OrderedDict in another order: each framework has containers of its own."""
+    """A tuple matches a list, and an OrderedDict another order, as frameworks have different containers."""
     statefile.save(tmp_path / "a.npz", reductions.mean(), SAVED)
     like = OrderedDict(b=(F32, None), a=F32)
     loaded = statefile.load(tmp_path / "a.npz", reductions.mean(), like)

@@ -1,4 +1,4 @@
-"""A save that fails, or whose process is killed, leaves the file that was there."""
+"""A save that fails or whose process is killed leaves the previous file."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_only_what_a_dead_writer_of_the_file_left_is_removed(tmp_path: Path) -> 
         writer.stdout.readline()
         (left,) = tmp_path.iterdir()
         statefile.save(a, MEAN, state(1))
-        assert set(tmp_path.iterdir()) == {a, left}  # its writer lives
+        assert set(tmp_path.iterdir()) == {a, left}  # its writer is alive
         writer.send_signal(signal.SIGKILL)
     statefile.save(b, MEAN, state(1))
     assert set(tmp_path.iterdir()) == {a, b, left}
@@ -193,7 +193,7 @@ def test_only_what_a_dead_writer_of_the_file_left_is_removed(tmp_path: Path) -> 
 
 
 def test_a_draft_that_was_taken_for_abandoned_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer may come between the making of a draft and its lock."""
+    """Another writer may intervene between creating a draft and locking it."""
     real, seen = fcntl.flock, []
 
     def late(descriptor: int, how: int) -> None:

@@ -1,4 +1,4 @@
-"""N replicas become M: what is kept, and where the bits are those of a run that was never broken."""
+"""N replicas become M: nothing is lost, and where documented the bits are those of an unbroken run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Number = tuple[int, int]
 
 
 def rounding(number: Number) -> Any:
-    """Values of many magnitudes: nearly every addition rounds."""
+    """Values of many magnitudes, for which nearly every addition rounds."""
     rng = np.random.default_rng(number)
     return np.float32(rng.normal(size=3) * 10.0 ** rng.integers(-3, 4, 3))
 
 
 def whole(number: Number) -> Any:
-    """Small whole numbers: no addition rounds."""
+    """Small integers, for which no addition rounds."""
     return np.float32(np.random.default_rng(number).integers(-50, 50, 3))
 
 
 def binary(number: Number) -> Any:
-    """Powers of two, of either sign: no multiplication rounds."""
+    """Powers of two of either sign, for which no multiplication rounds."""
     return np.float32(2.0) ** np.random.default_rng(number).integers(-1, 2, 3) * np.float32(1 - 2 * (number[1] % 2))
 
 
@@ -61,11 +61,11 @@ UNGROUPED: dict[str, tuple[gc.Reduction, Any]] = {
     "compensated mean": (reductions.mean("compensated"), whole),
     "product of powers of two": (reductions.product(), binary),
 }
-"""Combinations whose grouping cannot show in the bits."""
+"""Combinations whose bits are independent of the grouping."""
 
 
 def feed(reduction: gc.Reduction, value: Any, states: list[Any], numbers: list[list[Number]], **settings: Any) -> Any:
-    """Replica i gets the contributions numbers[i], and weight 0 after the last, until the windows are full."""
+    """Feeds replica i the contributions numbers[i], then weight 0 until all windows are full."""
     acc = gc.accumulate(reduction, **settings)
     calls = 0
     while not bool(acc.ready(states[0])):
@@ -109,7 +109,7 @@ def test_bits_that_no_grouping_can_change(name: str, order: Any, old: int, new: 
 @settings(max_examples=12)
 @given(old=COUNTS, new=COUNTS, step=st.integers(0, EVERY))
 def test_moments_stay_within_their_bound(old: int, new: int, step: int) -> None:
-    """The mean of whole numbers has the exact bits; the variance the bound that `reductions.moments` states."""
+    """The mean of integers has the exact bits; the variance keeps the error bound of `reductions.moments`."""
     moments, every = reductions.moments(), math.ceil(old * EVERY / new)
     after = statefile.resize(moments, started(moments, whole, old, step, "sequential"), new)
     rest = [(rank, k) for k in range(step, EVERY) for rank in range(old)]
@@ -127,7 +127,7 @@ def test_moments_stay_within_their_bound(old: int, new: int, step: int) -> None:
 
 
 def by_levels(ranks: range, step: int) -> list[Number]:
-    """The contributions of these ranks so far: the highest level of the binary counters first, rank by rank in it."""
+    """The contributions of these ranks so far: by level of the binary counters from the highest, then by rank."""
     numbers, done = [], 0
     for size in (8, 4, 2, 1):
         if step & size:
@@ -145,7 +145,7 @@ SHRUNK = [(2, 1), (4, 2), (4, 1), (8, 2), (3, 3), (6, 3)]
 )
 @pytest.mark.parametrize("name", [pytest.param("sum", marks=pytest.mark.full), "mean"])
 def test_tree_order_on_fewer_replicas(name: str, step: int, old: int, new: int) -> None:
-    """The bits of an unbroken run on the new replicas, whose first microbatches were those of the levels in turn."""
+    """Has the bits of an unbroken run on the new replicas that begins with the microbatches of the levels in order."""
     reduction, share = getattr(reductions, name)(), old // new
     groups = [range(i * share, (i + 1) * share) for i in range(new)]
     rest = [[(rank, k) for k in range(step, EVERY) for rank in group] for group in groups]
@@ -160,7 +160,7 @@ def test_tree_order_on_fewer_replicas(name: str, step: int, old: int, new: int) 
 @pytest.mark.parametrize("step", range(EVERY))
 @pytest.mark.parametrize("new", [1, 2])
 def test_parts_that_are_held_until_they_are_full(step: int, new: int) -> None:
-    """Order "tree" ends with the bits of the old replicas, where their windows are merged when they are full."""
+    """Order "tree" gives the bits of the old replicas if their windows are merged when they are full."""
     mean, numbers = reductions.mean(), [(rank, k) for rank in range(4) for k in range(EVERY)]
     held = started(mean, rounding, 4, step, "tree")
     acc = gc.accumulate(mean, EVERY, order="tree")
@@ -173,7 +173,7 @@ def test_parts_that_are_held_until_they_are_full(step: int, new: int) -> None:
     assert contents(value) == contents(gc.combine(mean, map(rounding, numbers), map(weight, numbers), order="tree"))
 
 
-POSITIONS = [  # N, M, step, step' and the calls that are missing of windows of 8
+POSITIONS = [  # N, M, step, step' and the missing calls of windows of 8
     (4, 2, 3, 6, 10),
     (4, 1, 3, 12, 20),
     (2, 4, 3, 1, 3),
@@ -213,7 +213,7 @@ def test_a_window_that_a_flush_has_ended_stays_so(old: int, new: int, full: bool
 
 @pytest.mark.parametrize(("old", "new"), [(2, 5), (5, 2), (3, 4), (4, 4), (1, 3)])
 def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
-    """Replicas whose numbers are the contributions: first and last must still be the first and the last."""
+    """Replicas contribute their ranks: `first` and `last` must still give the first and the last."""
     for reduction, expected in ((reductions.first(), 0.0), (reductions.last(), old - 1.0)):
         empty = reduction.init(np.float32(0))
         states = [reduction.update(empty, np.float32(rank)) for rank in range(old)]

@@ -1,4 +1,4 @@
-"""Saved in TensorFlow after microbatch 3 of 8 on 4 replicas, resumed in JAX on 2: the bits of an unbroken run."""
+"""Saving in TensorFlow after microbatch 3 of 8 on 4 replicas and resuming in JAX on 2 changes no bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def strategy() -> tf.distribute.Strategy:
 
 
 def interrupted(path: Path, reduction: gc.Reduction, order: Any) -> None:
-    """The old run: every replica accumulates its own microbatches, and all windows are saved."""
+    """The interrupted run: every replica accumulates its microbatches, and all windows are saved."""
     acc = gc.accumulate(reduction, EVERY, order=order)
 
     def own(k: int) -> Any:
@@ -66,7 +66,7 @@ def interrupted(path: Path, reduction: gc.Reduction, order: Any) -> None:
 
 
 def per_replica(state: Any) -> list[Any]:
-    """One state a replica, of what ``strategy.run`` returns."""
+    """Splits the result of ``strategy.run`` into one state per replica."""
     leaves = tf.nest.flatten(state)
     columns = [[x] * REPLICAS if x is None else strategy().experimental_local_results(x) for x in leaves]
     return [tf.nest.pack_sequence_as(state, column) for column in zip(*columns, strict=True)]
@@ -86,7 +86,7 @@ def equal(value: Any, expected: Any, replicas: int) -> None:
 
 @pytest.mark.full
 def test_exact_sums_on_two_replicas(tmp_path: Path) -> None:
-    """Two replicas share what is missing: 10 more calls, in any order."""
+    """Two replicas share the missing microbatches: 10 more calls each, in any order."""
     reduction = EXACT
     interrupted(tmp_path / "windows.npz", reduction, "sequential")
     states = statefile.resize(reduction, statefile.load_replicas(tmp_path / "windows.npz", reduction, LIKE), 2)
@@ -106,7 +106,7 @@ def test_exact_sums_on_two_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tree_order_on_two_devices_that_hold_two_parts_each(tmp_path: Path) -> None:
-    """Five more calls, each of which feeds both parts; then the parts of a device are merged, then the devices."""
+    """Five more calls, each feeding both parts; then the parts of a device are merged, then the devices."""
     reduction = FAST
     interrupted(tmp_path / "windows.safetensors", reduction, "tree")
     state = stacked(statefile.load_replicas(tmp_path / "windows.safetensors", reduction, LIKE))

@@ -1,4 +1,4 @@
-"""What was saved is what is loaded, to the bit, and goes on as if it had never left."""
+"""Loaded states equal the saved ones bit for bit, and accumulation continues as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_empty_and_full_windows_and_their_number(tmp_path: Path, updates: int, s
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_bit_of_every_float_is_kept(tmp_path: Path, suffix: str) -> None:
-    """NaN payloads, signs of zeros and subnormal numbers: all patterns of 16 bits."""
+    """Covers all 16-bit patterns: NaN payloads, signs of zeros, subnormal numbers."""
     patterns, total = np.arange(2**16, dtype=np.uint16), reductions.first()
     value = {"half": patterns.view(np.float16), "wide": (patterns.astype(np.uint32) << 16 | 0x1234).view(np.float32)}
     state = total.init(value)._replace(value=value)
@@ -88,7 +88,7 @@ def test_the_same_state_gives_the_same_file(tmp_path: Path, suffix: str) -> None
 
 
 def test_a_layout_in_memory_does_not_matter(tmp_path: Path) -> None:
-    """Fortran order, strides and the other byte order are values like any."""
+    """Fortran order, strides and non-native byte order do not change the loaded values."""
     total, value = reductions.sum(), np.arange(12, dtype=np.float32).reshape(3, 4)
     state = total.update(total.init(value), value)
     for i, other in enumerate([np.asfortranarray(value), np.repeat(value, 2, 0)[::2], value.astype(">f4")]):

@@ -1,4 +1,4 @@
-"""A state goes on under the composition of reductions, wrappers and settings that it was begun under, and no other."""
+"""A state is accepted only under the reductions, wrappers and settings with which it was created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles functions for NVIDIA GPUs and TPU pods that are not here."""
+"""Compiles functions for NVIDIA GPUs and TPU pods that this machine does not have."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ __all__ = ["Compiled", "compile_for", "grid", "h100", "mesh", "spread", "tpu"]
 
 
 def h100(devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
-    """H100s, so many in each host."""
+    """Topology of H100s: ``devices`` in each host."""
     return gpu(H100.read_text(), devices, hosts)
 
 
 class Counted(Program):
-    """A program, and numbers of it that have a limit."""
+    """A program with the counts that tests limit."""
 
     def bytes_moved(self, due: bool) -> int:
-        """Read and written by one call; an operation that reads a part of an array counts as reading all of it.
+        """Bytes read and written by one call; an operation that reads a part of an array counts as reading all of it.
 
         Args:
-          due: whether conditionals take their second branch, and loops of an unknown number of turns turn once.
+          due: whether conditionals take their second branch, and loops of unknown length run once.
         """
         return self._moved(self.entry, due)
 
     def bytes_of_turn(self) -> int:
-        """Read and written by one turn of each loop of the entry that turns more than once."""
+        """Bytes read and written by one iteration of each loop of the entry with more than one iteration."""
         entry = self.computations[self.entry].values()
         loops = (x for x in entry if self.repeats(self.entry, x))
         return sum(self._moved(body, True) for x in loops for body in x.called("body"))
 
     def copies(self, least: int = 1024) -> int:
-        """Copies of arrays from so many bytes on."""
+        """Number of copies of arrays of at least ``least`` bytes."""
         return sum(x.opcode in ("copy", "copy-start") and x.bytes >= least for _, x, _ in self.executed())
 
     def collectives(self, least: int = 0) -> tuple[Counter[str], Counter[str]]:
-        """Those inside of loops that turn more than once, and all others; of results from so many bytes on."""
+        """Collectives inside loops of several iterations, and all others; of results of at least ``least`` bytes."""
         found: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         for _, x, loops in self.executed():
             if x.collective and x.bytes >= least:
@@ -73,11 +73,11 @@ class Counted(Program):
 
 
 class Compiled(NamedTuple):
-    """A program for another machine.
+    """A program compiled for another machine.
 
     Attributes:
       program: its HLO.
-      temporary: bytes that it needs beside arguments and results.
+      temporary: bytes that it needs in addition to arguments and results.
     """
 
     program: Counted
@@ -87,14 +87,14 @@ class Compiled(NamedTuple):
 def compile_for(
     devices: Sequence[Any], function: Callable[..., Any], *args: Any, donate: Sequence[int] = (), **options: Any
 ) -> Compiled:
-    """Compiles for one device, or for the mesh that the arguments' shardings name.
+    """Compiles for one device, or for the mesh of the arguments' shardings.
 
     Args:
-      devices: of `h100` or `tpu`.
-      function: to compile.
-      *args: trees of specs; those without a sharding are put on the first device.
-      donate: the arguments that are donated.
-      **options: of the compiler.
+      devices: as returned by `h100` or `tpu`.
+      function: function to compile.
+      *args: trees of specs; ones without a sharding are placed on the first device.
+      donate: indices of donated arguments.
+      **options: compiler options.
     """
 
     def placed(x: Any) -> Any:
@@ -107,16 +107,16 @@ def compile_for(
 
 
 def mesh(devices: Sequence[Any], name: str = "data", kind: AxisType = AxisType.Auto) -> Mesh:
-    """All devices along one axis."""
+    """A mesh of all devices along one axis."""
     return Mesh(np.array(devices), (name,), axis_types=(kind,))
 
 
 def grid(devices: Sequence[Any], axes: dict[str, int], kind: AxisType) -> Mesh:
-    """All devices along several axes."""
+    """A mesh of all devices along several axes."""
     return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def spread(over: Mesh, spec: PartitionSpec, values: Any) -> Any:
-    """Specs with this sharding."""
+    """Specs of the values with this sharding."""
     sharding = NamedSharding(over, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), values)

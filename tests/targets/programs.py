@@ -1,4 +1,4 @@
-"""The programs that are compiled for other machines, and what is read off them: for the tests and for the table."""
+"""Programs compiled for other machines, and the numbers that the tests and the table read from them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
 from tests.targets.compile_for import Compiled, compile_for, grid, h100, spread, tpu
 
 K = 8
-"""Microbatches."""
+"""Number of microbatches."""
 OVER = gc.jax_axis("data")
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-"""Its products add to the accumulator."""
+"""Uses cuBLAS, whose matrix products add to the accumulator in place."""
 MIB = 2**20
 
 
@@ -32,7 +32,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def masked(params: Any, x: Any, mask: Any) -> Any:
-    """The mean over the rows that the mask keeps, and how many these are."""
+    """The mean over the rows that the mask keeps, and their number."""
     for w in params:
         x = jnp.tanh(x @ w)
     kept = jnp.sum(mask)
@@ -45,7 +45,7 @@ def weighing(params: Any, x: Any, mask: Any) -> Any:
 
 
 def by_hand(weighted: bool) -> Callable[..., Any]:
-    """The scan that one would write: gradients of weighted losses, float32 accumulators, one division at the end."""
+    """A hand-written scan: gradients of weighted losses, float32 accumulators, one division at the end."""
 
     def total(params: Any, *x: Any) -> Any:
         if not weighted:
@@ -71,18 +71,18 @@ def ours(weighted: bool) -> Callable[..., Any]:
 
 
 ROWS, WIDTH, LAYERS = 512, 2048, 4
-"""Of a microbatch on one device."""
+"""Rows and width of a microbatch on one device, and number of layers."""
 
 
 def scan(function: Callable[..., Any], dtype: Any, weighted: bool) -> Compiled:
-    """A gradient in microbatches, for one H100."""
+    """Compiles a gradient in microbatches for one H100."""
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)] * LAYERS
     batch = [jax.ShapeDtypeStruct((K * ROWS, WIDTH), dtype), jax.ShapeDtypeStruct((K * ROWS,), jnp.float32)]
     return compile_for(h100(), function, params, *batch[: 1 + weighted], **CUBLAS)
 
 
 class Machine(NamedTuple):
-    """Devices, and how they are laid out along the axes of a mesh."""
+    """Devices and their layout along the axes of a mesh."""
 
     devices: Callable[[], Sequence[Any]]
     data: int
@@ -101,16 +101,16 @@ MACHINES = {
     "TPU v5p:8x8x8": Machine(lambda: tpu("v5p:8x8x8"), 512),
 }
 MESH_WIDTH, MESH_ROWS = 1024, 64
-"""Of a layer, and of a microbatch on one device."""
+"""Width of a layer, and rows of a microbatch on one device."""
 
 
 class Placed(NamedTuple):
-    """How a batch and parameters lie on a mesh.
+    """How a batch and parameters are sharded over a mesh.
 
     Attributes:
-      kind: of the mesh's axes.
-      params: how the parameters and the optimizer's state are split; over "model", on a mesh that has it.
-      over: the replicas that the library is told of.
+      kind: type of the mesh's axes.
+      params: sharding of the parameters and the optimizer state; over "model" on a mesh that has it.
+      over: replicas passed to the library.
     """
 
     kind: AxisType = AxisType.Auto
@@ -119,7 +119,7 @@ class Placed(NamedTuple):
 
 
 def on_mesh(machine: Machine, placed: Placed, **settings: Any) -> Compiled:
-    """A training step under plain jit, of a batch that is split over "data"."""
+    """Compiles a training step under plain jit with a batch that is sharded over "data"."""
     mesh = machine.mesh(placed.kind)
     params = [jax.ShapeDtypeStruct((MESH_WIDTH, MESH_WIDTH), jnp.float32)] * 3
     settings = settings or {"microbatches": K}
@@ -142,16 +142,16 @@ def on_mesh(machine: Machine, placed: Placed, **settings: Any) -> Compiled:
 
 
 class Row(NamedTuple):
-    """What the compiled program of a window does on each device; sizes in MiB.
+    """Costs of a window's compiled program on each device; sizes in MiB.
 
     Attributes:
-      inside: the exchanges of more than a few scalars in each microbatch.
-      outside: those once a window.
-      rows: of a microbatch that a device computes.
-      turn: bytes that a microbatch moves; those of GPUs alone can be counted.
-      rest: bytes that the window moves beside its microbatches.
-      temporary: memory beside arguments and results.
-      copies: of arrays.
+      inside: exchanges of more than a few scalars in each microbatch.
+      outside: exchanges once per window.
+      rows: rows of a microbatch that a device computes.
+      turn: memory traffic of a microbatch; known for GPUs only.
+      rest: memory traffic of the window outside its microbatches.
+      temporary: memory in addition to arguments and results.
+      copies: copies of arrays.
     """
 
     inside: Counter[str]
@@ -164,11 +164,11 @@ class Row(NamedTuple):
 
 
 FEW_SCALARS = 256
-"""Bytes."""
+"""Size, in bytes, of the largest exchange that is not counted."""
 
 
 def widest(program: Program, width: int) -> int:
-    """The most rows of this width, and of another number, that anything in a loop makes."""
+    """The largest number of rows, other than ``width``, of a result of this width inside a loop."""
     made = (x for _, x, looped in program.executed() if looped and x.opcode not in FREE)
     rows = (shape.dims[-2] for x in made for shape in x.shapes if len(shape.dims) == 2 and shape.dims[-1] == width)
     return max((n for n in rows if n != width), default=0)
@@ -179,7 +179,7 @@ def row_of(compiled: Compiled, width: int) -> Row:
     inside, outside = program.collectives(least=FEW_SCALARS)
     turn = program.bytes_of_turn()
     sizes: list[float | None] = [turn / MIB, (program.bytes_moved(True) - K * turn) / MIB]
-    if program.for_tpu:  # its copies between memories are no traffic
+    if program.for_tpu:  # copies between its memories do not count as traffic
         sizes = [None, None]
     moved = (None if size is None else round(size, 1) for size in sizes)
     temporary = round(compiled.temporary / MIB, 1)

@@ -1,4 +1,4 @@
-"""Seeded defects and our own steps, audited for GPUs and TPUs that are not here."""
+"""Audits of seeded defects and of the library's steps for GPUs and TPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MENDED = {
     "exchanged leaf by leaf": set[str](),
     "reshaped and constrained": set[str](),
 }
-"""What these compilers leave of a defect: they move sums of what is only added out of loops, and join collectives."""
+"""Exceptions by compiler: it may move sums that are only added out of loops, and combine collectives."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_defect_is_found_and_its_twin_is_clean(name: str, target: str) -> None
 def test_our_own_steps_are_clean(name: str, target: str) -> None:
     case = OURS[name](find_target(target).devices)
     report = audit(case.step, *case.args, target=find_target(target))
-    # XLA makes selects of branches that are elementwise, on GPUs.
+    # On GPUs, XLA turns elementwise branches into selects.
     selected = {"optimizer-every-microbatch"} if (name, target) == ("accumulate", "h100:8") else set[str]()
     assert {x.name for x in report.findings} == selected, report.findings
     assert min(bound.seconds for bound in report.bounds.values() if bound.seconds is not None) >= 0
@@ -78,7 +78,7 @@ def test_our_own_steps_are_clean(name: str, target: str) -> None:
 
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x2"])
 def test_a_step_that_does_not_fit(target: str) -> None:
-    # 90 GB of argument, and what is made of it.
+    # An argument of 90 GB and its result.
     step = jax.jit(lambda x: x @ x)
     with pytest.raises(OutOfMemoryError, match=r"audit: expected .* on a device of|audit: expected a step that fits"):
         audit(step, jax.ShapeDtypeStruct((150_000, 150_000), jax.numpy.float32), target=target)
@@ -91,7 +91,7 @@ ROWS = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     ("axes", "static"), [(True, 3), (True, "rows"), (False, 3)], ids=["mesh", "mesh and a word", "shard_map"]
 )
 def test_arguments_that_are_nowhere_go_where_the_step_runs(axes: bool, static: Any) -> None:
-    """Beside arguments on a mesh, or in a step that holds one: arrays of this machine, specs, static ones."""
+    """Arrays of this machine, specs and static arguments, with arguments on a mesh or a step that holds a mesh."""
     found = find_target("h100:8")
     mesh = Mesh(np.array(found.devices), ("data",))
 
@@ -127,7 +127,7 @@ AUDITED: dict[str, tuple[str, ...]] = {
     "survive_faults": (),
     "migrate_jax": (),
 }
-"""The examples that compile a step in JAX, and what each imports beside it."""
+"""Examples that compile a step in JAX, and the further packages that each imports."""
 
 
 def test_all_examples_that_compile_a_step_in_jax_are_named() -> None:
@@ -153,14 +153,14 @@ def test_what_an_example_compiles_is_clean(
             example.train(1, 0)
         elif name == "survive_faults":
             example.train(tmp_path, 1, 0, [0])
-        elif name == "grpo":  # whose replicas are a mesh of this machine's devices
+        elif name == "grpo":  # its replicas are a mesh of this machine's devices
             updated = example.updated
             monkeypatch.setattr(example, "updated", lambda batch, k, *_: updated(jax.device_get(batch), k))
             example.main()
         else:
             example.main()
     steps = [(x.function, x.args) for x in jitted if x.args is not None]
-    if hasattr(example, "make_merge"):  # what holds a mesh is made for that of the target
+    if hasattr(example, "make_merge"):  # objects that hold a mesh are created for the target's mesh
         steps = [x for x in steps if x[0].__name__ != "merge"]
         steps.append(example.make_merge(find_target(target).devices))
     reports = [audit(function, *args, target=target) for function, args in steps]
@@ -171,7 +171,7 @@ def test_what_an_example_compiles_is_clean(
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])
 def test_a_step_that_tensorflow_gives_to_xla(target: str) -> None:
-    """Compiled for one device of the target; its variables are arguments that are written where they lie."""
+    """Compiles for one device of the target; variables become arguments that are updated in place."""
     import tensorflow as tf
 
     rows, width = 32, 128  # a TPU pads less

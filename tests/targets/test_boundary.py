@@ -1,4 +1,4 @@
-"""What a window of 8 with Adam moves on one H100, in bytes a parameter and call."""
+"""Memory traffic of a window of 8 with Adam on one H100, in bytes per parameter and call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.targets
 ADAM = optax.adam(1e-3)
 LEAVES, SHAPE = 8, (2048, 512)
 N = LEAVES * SHAPE[0] * SHAPE[1]
-"""Small enough to compile fast; the bytes a parameter do not depend on it."""
+"""Number of parameters: small enough to compile fast, without influence on the bytes per parameter."""
 
 PARAMS = {f"w{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(LEAVES)}
 
@@ -60,7 +60,7 @@ FORMS: dict[str, tuple[Callable[[], Form], float, float]] = {
     "accumulate_and_apply": (applied, 12, 40),
     "train_step": (stepped, 12, 40),
 }
-"""With the bytes of a call within a window, and of the one at its end."""
+"""Cases with the bytes of a call within a window and of the one at its end."""
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +96,12 @@ def test_where_the_host_knows_the_end_no_program_has_a_branch() -> None:
         assert not {"while", "conditional"} & {x.opcode for x in instructions}
         assert (compiled.program.copies(), per_parameter(compiled.temporary)) == (0, 0)
         moved.append(per_parameter(compiled.program.bytes_moved(True)))
-    # The addition and Adam are one pass at the end: less than with a branch between them.
+    # At the end, the addition and Adam are one pass, which is less than with a branch between them.
     assert moved == [12, 36]
 
 
 def test_the_limit() -> None:
-    """One addition in place; at the end Adam in place as well."""
+    """One addition in place; at the end, Adam is in place too."""
 
     def add(window: Any, grads: Any) -> Any:
         return jax.tree.map(jnp.add, window, grads)
@@ -160,9 +160,9 @@ def test_a_step_needs_no_temporary_tree_on_a_tpu() -> None:
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_replicas_exchange_at_the_end_of_a_window_alone(check_vma: bool) -> None:
-    """In place, in the window's own arrays.
+    """The exchange is in place, in the arrays of the window.
 
-    Leaves have more than 30 MiB: smaller ones XLA copies into one array before.
+    Leaves have more than 30 MiB: XLA first copies smaller ones into one array.
     """
     devices = mesh(h100(8))
     form = stepped(over=gc.jax_axis("data"))
@@ -171,12 +171,12 @@ def test_replicas_exchange_at_the_end_of_a_window_alone(check_vma: bool) -> None
     specs = TrainState(window, P(), P())
 
     def call(params: Any, state: Any, grads: Any) -> Any:
-        """What is a replica's own has an axis of replicas outside."""
+        """Maps the step over the replicas; values that differ by replica have a leading axis outside."""
         levels, grads = jax.tree.map(lambda x: x[0], (state.window.levels, grads))
         state = state._replace(window=state.window._replace(levels=levels))
-        params, state, told = form.function(params, state, grads)
+        params, state, metrics = form.function(params, state, grads)
         levels = jax.tree.map(lambda x: x[None], state.window.levels)
-        return params, state._replace(window=state.window._replace(levels=levels)), told
+        return params, state._replace(window=state.window._replace(levels=levels)), metrics
 
     def of_each(values: Any) -> Any:
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), values)

@@ -1,4 +1,4 @@
-"""What a digest of every leaf moves on an H100: each leaf is read once, and nothing of its size is written."""
+"""Memory traffic of digests on an H100: each leaf is read once, and nothing of its size is written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_leaf_is_read_once(dtype: Any) -> None:
 
 def test_a_chip_of_a_tpu_holds_no_leaf_again() -> None:
     leaves = specs(jnp.bfloat16)
-    # Blocks of its vector memory, whatever the leaves.
+    # Blocks of its vector memory, independent of the leaves.
     assert compile_for(tpu("v5e:2x2"), gc.digest, leaves).temporary <= 0.02 * size(leaves)
 
 

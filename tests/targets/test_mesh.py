@@ -1,4 +1,4 @@
-"""Steps under plain jit on a mesh: what a device computes, and where replicas exchange."""
+"""Steps under plain jit on a mesh: the rows that a device computes, and where replicas exchange."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def standard_promotion() -> Any:
 
 
 def between(replicas: int, program: Program) -> tuple[Counter[str], Counter[str]]:
-    """Exchanges between so many devices, those of few scalars left out: on every call, and at the end of a window."""
+    """Exchanges of more than a few scalars between so many devices: on every call, and at the end of a window."""
     found: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     for computation, x, _ in program.executed():
         if x.collective and x.bytes >= FEW_SCALARS and {len(group) for group in program.groups(x)} == {replicas}:
@@ -46,9 +46,9 @@ def test_a_window_over_calls_is_exchanged_in_the_branch_at_its_end(machine: str,
 @KINDS
 @pytest.mark.parametrize("machine", ["8 H100", "TPU v5e:4x4"])
 def test_a_window_of_split_parameters_is_scattered_in_the_branch_at_its_end(machine: str, kind: AxisType) -> None:
-    """On every call the parameters are gathered, for the loss.
+    """Parameters are gathered for the loss on every call.
 
-    The TPU's compiler makes an all-reduce of a scatter of this size, even where it is written down.
+    The TPU compiler turns a reduce-scatter of this size into an all-reduce, even an explicit one.
     """
     made = MACHINES[machine]
     calls, end = between(made.data, on_mesh(made, Placed(kind, P("data")), every=K).program)
@@ -69,7 +69,7 @@ def test_replicas_of_a_mesh_exchange_once_a_window(machine: str, kind: AxisType)
 def test_split_parameters_are_gathered_and_their_gradients_scattered_once_a_window(
     machine: str, kind: AxisType, spec: P
 ) -> None:
-    """But on TPUs, as above."""
+    """Except on TPUs, as above."""
     row = row_of(on_mesh(MACHINES[machine], Placed(kind, spec)), MESH_WIDTH)
     assert (row.inside, row.rows) == ({}, MESH_ROWS)
     assert set(row.outside) == {"all-gather", "all-reduce" if "TPU" in machine else "reduce-scatter"}
@@ -78,7 +78,7 @@ def test_split_parameters_are_gathered_and_their_gradients_scattered_once_a_wind
 @KINDS
 @pytest.mark.parametrize("machine", ["8 H100", "TPU v5e:4x4"])
 def test_a_batch_is_divided_where_it_lies(machine: str, kind: AxisType) -> None:
-    """And XLA moves the exchange of what is only added out of the loop."""
+    """XLA moves the exchange of values that are only added out of the loop."""
     row = row_of(on_mesh(MACHINES[machine], Placed(kind, over=gc.LOCAL)), MESH_WIDTH)
     assert (row.inside, set(row.outside), row.rows) == ({}, {"all-reduce"}, MESH_ROWS)
 

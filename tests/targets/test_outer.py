@@ -1,4 +1,4 @@
-"""Islands of 8 H100s on 64 hosts: nothing crosses them within a window, and a part of the parameters at its end."""
+"""Islands of 8 H100s on 64 hosts exchange nothing within a window and a part of the parameters at its end."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_what_crosses_islands(fragments: int) -> None:
     for body in loops:
         at_end = exchanged(program, body)
         assert all(crosses for crosses, _ in at_end)
-        # The weight and the count are a few bytes more.
+        # The weight and the count add a few bytes.
         assert sum(size for _, size in at_end) == pytest.approx(BYTES / fragments, rel=1e-3)
 
 
 def exchanged(program: Any, name: str) -> list[tuple[bool, int]]:
-    """Of the collectives of a computation: whether they cross islands, and the bytes that each device gives."""
+    """For each collective of a computation: whether it crosses islands, and the bytes that a device contributes."""
     instructions = program.computations[name]
     return [
         (

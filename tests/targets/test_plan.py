@@ -1,4 +1,4 @@
-"""Plans for GPUs and TPUs that are not here: what is predicted holds, the best is the best, and what lacks memory."""
+"""Plans for GPUs and TPUs that this machine does not have: predictions hold, and the best plan is chosen if it fits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.targets.programs import loss
 pytestmark = pytest.mark.targets
 
 K, LAYERS, ROWS = 4, 3, 32
-"""Microbatches, layers, rows of a microbatch of one replica."""
+"""Number of microbatches, of layers, and of rows in a replica's microbatch."""
 
 WIDTHS = {"h100:8": 2048, "v5e:4x4": 4096}
-"""So large that a TPU does not hold a layer in the memory beside its units, which is not counted."""
+"""Widths for which a layer exceeds a TPU's vector memory, whose traffic is not counted."""
 
 WAYS = {
     "h100:8": (
@@ -58,7 +58,7 @@ def of_layers(target: str) -> Plan:
 
 @pytest.mark.parametrize("target", WIDTHS)
 def test_what_is_predicted_is_what_is_compiled(target: str) -> None:
-    """The exchange to a thousandth, but that TPUs make an all-reduce of a reduce-scatter; the rest as docs/plan.md."""
+    """Exchanges agree to 0.1 %, except that TPUs turn reduce-scatters into all-reduces; the rest as in docs/plan.md."""
     n = len(find_target(target).devices)
     for row in of_layers(target).rows:
         assert row.compiled is not None and row.predicted is not None, row.refused
@@ -67,7 +67,7 @@ def test_what_is_predicted_is_what_is_compiled(target: str) -> None:
         more = (n - 1) / n * parameters if scattered and "v5e" in target else 0.0
         assert row.predicted.sent <= row.compiled.sent * 1.001
         assert row.compiled.sent <= row.predicted.sent * 1.001 + more + 2000
-        # What a TPU holds beside its units, it does not move.
+        # Data in a TPU's vector memory is not moved.
         assert (0.35 if "v5e" in target else 0.6) < row.compiled.moved / row.predicted.moved < 1.25
         assert 0.6 < row.compiled.memory / row.predicted.memory < 1.25
 
@@ -83,13 +83,13 @@ def test_the_best_is_the_first_and_what_is_split_takes_less_memory(target: str) 
         assert row.seconds >= max(parts) * 0.999 and row.seconds >= (found.best.seconds or 0) * 0.99
     held = {row.name: row.compiled.memory for row in found.rows if row.compiled is not None}
     parameters, n = LAYERS * WIDTHS[target] ** 2 * 4, len(find_target(target).devices)
-    # Adam's moments are two trees of parameters, of which a device holds its part.
+    # Adam's moments are two trees of the parameters' size, sharded over the devices.
     for name in [name for name in ("window+zero1", "window+zero2", "window+fsdp") if name in held]:
         assert held["window"] - held[name] > 0.9 * 2 * parameters * (n - 1) / n
 
 
 def test_the_end_of_a_window_counts_once() -> None:
-    """Of every fourth call: the exchange, as of two programs, and the optimizer."""
+    """Averaged over four calls: the exchange, as in two programs, and the optimizer."""
     rows = {row.name: row for row in of_layers("h100:8").rows}
     every, flush = rows["every"].compiled, rows["flush"].compiled
     assert every is not None and flush is not None
@@ -99,7 +99,7 @@ def test_the_end_of_a_window_counts_once() -> None:
 
 @pytest.mark.parametrize(("target", "width"), [("h100:8", 100_000), ("v5e:2x2", 40_000)])
 def test_a_window_that_does_not_fit_has_a_row_that_says_by_how_much(target: str, width: int) -> None:
-    """Parameters and Adam's moments are three trees; with the accumulators and a gradient, five."""
+    """Parameters and Adam's moments are three trees; with accumulators and a gradient, there are five."""
     found = planned(target, width, 1, ("window",))
     figures = find_target(target).figures
     (row,) = found.rows

@@ -1,4 +1,4 @@
-"""What requests move and exchange, on H100s and TPUs."""
+"""Memory traffic and exchanges of requests on H100s and TPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole windows in one call: what a microbatch moves, and what memory it needs."""
+"""Full windows in one call: memory traffic and memory of a microbatch."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_a_scan_costs_what_one_by_hand_costs(dtype: Any, weighted: bool) -> None
     mine, theirs = (row_of(scan(of(weighted), dtype, weighted), WIDTH) for of in (ours, by_hand))
     assert mine.turn <= 1.05 * theirs.turn
     assert mine.rest <= 1.25 * theirs.rest
-    # Where accumulators that are divided at the end lie is XLA's choice, and makes it more than that of a sum.
+    # XLA chooses where to keep accumulators that are divided at the end, which takes more memory than a sum.
     assert mine.temporary <= 1.25 * theirs.temporary
     assert (mine.rows, mine.copies) == (theirs.rows, theirs.copies) == (ROWS, 0)

@@ -1,4 +1,4 @@
-"""Several denominators: with known totals, the memory of one."""
+"""Several denominators with known totals need the memory of one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def several(params: Any, x: Any, mask: Any) -> LossOutput:
 
 
 def late(params: Any, x: Any, mask: Any) -> dict[str, Ratio]:
-    """Two terms over the rows that a filter of what the model says leaves."""
+    """Two terms over the rows that a filter on the model's output keeps."""
     for w in params:
         x = jnp.tanh(x @ w)
     rows = jnp.mean(x.astype(jnp.float32) ** 2, axis=1)
@@ -70,7 +70,7 @@ def test_known_totals_need_the_memory_of_one_denominator(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_count_that_is_known_last_needs_the_memory_of_one_that_is_known_first(dtype: Any) -> None:
-    """One accumulator of raw sums for all terms over it, divided once."""
+    """All terms over one denominator share one accumulator of raw sums, which is divided once."""
     single = compiled(dtype, one)
     unknown = compiled(dtype, late, terms={"fit": "kept", "long": "kept"})
     assert unknown.temporary <= 1.01 * single.temporary

@@ -1,4 +1,4 @@
-"""What replicas send through a wire, in programs for 8 and 512 H100s and for 512 TPU chips."""
+"""Bytes that replicas send through a wire, in programs for 8 and 512 H100s and for 512 TPU chips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGETS = {"8 H100s": partial(h100, 8), "512 H100s": partial(h100, 8, 64), "512 
 
 
 def compiled(target: str, wire: wires.Wire | None) -> tuple[Compiled, int]:
-    """The mean of a matrix, and the number of its replicas."""
+    """Compiles the mean of a matrix; returns the program and the number of replicas."""
     devices = TARGETS[target]()
     replicas, n = mesh(devices), len(devices)
     reduction = gc.reductions.mean(wire=wire)
@@ -38,7 +38,7 @@ def compiled(target: str, wire: wires.Wire | None) -> tuple[Compiled, int]:
 
 
 def sent(made: Compiled, n: int) -> dict[str, float]:
-    """Bytes that each replica sends for an element, by collective; a gather's are those of its result."""
+    """Bytes that each replica sends per element, by collective; for a gather, those of its result."""
     entry = made.program.computations[made.program.entry]
     rounds = {"all-reduce": 2.0, "all-to-all": 1.0, "all-gather": float(n)}
     total: dict[str, float] = {}
@@ -52,7 +52,7 @@ def sent(made: Compiled, n: int) -> dict[str, float]:
 @pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("target", ["8 H100s", "512 H100s"])
 def test_bytes_of_the_narrow_type(target: str, name: str) -> None:
-    """2 (n - 1) / n of them, one scale a block included, where a wide all-reduce sends 8 (n - 1) / n."""
+    """2 (n - 1) / n bytes per element, plus one scale per block; a float32 all-reduce sends 8 (n - 1) / n."""
     wire = WIRES[name]
     made, n = compiled(target, wire)
     bytes_sent = sent(made, n)
@@ -61,7 +61,7 @@ def test_bytes_of_the_narrow_type(target: str, name: str) -> None:
     assert sum(bytes_sent.values()) == pytest.approx(expected, rel=1e-5)
     assert expected == pytest.approx(2 * (n - 1) / n * (wire.bits / 8 + (wire.size > 0) / 128), rel=1e-5)
     assert bytes_sent["all-reduce"] <= 1e-4  # the weight and the count
-    # The codes that arrive, and beside them no array of float32.
+    # The received codes are not accompanied by a float32 array.
     assert made.temporary <= 1.1 * max(1, wire.bits / 8) * ELEMENTS
 
 
@@ -72,7 +72,7 @@ def test_a_wide_exchange_sends_four_times_as_much() -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16", "8 bits"])
 def test_a_pod_of_tpus_sends_codes(name: str) -> None:
-    """XLA for TPU makes an all-reduce of any gather over this mesh; it is one of codes."""
+    """XLA for TPU turns any gather over this mesh into an all-reduce, here one of codes."""
     wire = WIRES[name]
     made, n = compiled("512 chips", wire)
     bytes_sent = sent(made, n)
