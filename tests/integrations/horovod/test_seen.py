@@ -1,4 +1,4 @@
-"""Which variables have had a gradient is part of the aggregation's state and decided at run time."""
+"""The record of variables that have had a gradient is part of the aggregation's state, decided at run time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_zeros_are_a_gradient(kind: str, run: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_from_before_the_restore_refuses_to_drop_what_it_holds(kind: str, tmp_path: Path) -> None:
-    """Which gradients are None is fixed per trace; the window is kept for other traces."""
+    """Each trace fixes which gradients are None; the window is kept for other traces."""
     before, after = Program(), Program("function")
     before.received(2.0)
     assert [after.received() for _ in range(2)] == [[1, None, None], [2, None, None]]

@@ -1,4 +1,4 @@
-"""Which variables have had a gradient is part of the step's state and decided at run time."""
+"""The record of variables that have had a gradient is part of the step's state, decided at run time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which side is inaccurate: two dumps against a float64 reference, in units of their rounding noise."""
+"""Verdicts on the inaccurate side: two dumps against a float64 reference, in units of their rounding noise."""
 
 import json
 
