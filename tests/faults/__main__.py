@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: the campaign, from the command line."""
+"""``python -m tests.faults``: runs the fault campaign."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 import warnings
 
 CACHE = tempfile.TemporaryDirectory(prefix="gradcombine-faults-cache-")
-"""What JAX has compiled: processes start by the hundred."""
+"""JAX's compilation cache, shared by the hundreds of processes."""
 os.environ.update(
     JAX_PLATFORMS="cpu",
     XLA_FLAGS="--xla_backend_optimization_level=1",
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=8, help="seconds without progress that are a hang")
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
-    # Processes are forked where the frameworks are imported, and have started nothing.
+    # Processes are forked from one that has imported the frameworks but not started them.
     warnings.filterwarnings("ignore", message=".*fork", category=RuntimeWarning)
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
     engines = ("jax", "tensorflow") if args.engine == "both" else (args.engine,)

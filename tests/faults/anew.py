@@ -1,4 +1,4 @@
-"""The training of processes that all start anew when one is lost, from the windows that they have saved."""
+"""Training in which all processes restart from their saved windows when one is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.faults.training import (
 
 
 def train(engine: Engine, run: Run) -> str:
-    """One of several processes, from what there is of the run to its end."""
+    """Runs one of several processes from the saved state of the run to its end."""
     scheme = SCHEMES[run.scheme]
     reduction, like = scheme.reduction, begin()
     acc = gc.accumulate(reduction, scheme.every, order=scheme.order)
@@ -38,7 +38,7 @@ def train(engine: Engine, run: Run) -> str:
     def add(state: Any, value: Any, number: Any, weight: Any) -> Any:
         return acc.update(Numbered(value, number), state, weight)
 
-    # Exact sums take seconds to compile, for a handful of microbatches; NumPy gives the same bits.
+    # Exact sums would take seconds to compile for a few microbatches; NumPy gives the same bits.
     update = engine.compiled(add) if run.scheme == "tree" else add
     folder, log = run.folder, Log(run)
     replica = Replica(engine, run, log, acc, reduction)
@@ -51,7 +51,7 @@ def train(engine: Engine, run: Run) -> str:
 
     index, params, parts, _ = statefile.recover(folder, reduction, like, start=like)
     log.recovered(index, parts, acc)
-    engine.wait_for_all()  # what is written now would be read by those who come later
+    engine.wait_for_all()  # otherwise processes that start later would read what this one writes
     is_begun = saved(statefile.begin_window, folder, index, params)
     while index < WINDOWS:
         held, todo, assignment = shares(scheme, acc, parts, run)
@@ -84,7 +84,7 @@ def train(engine: Engine, run: Run) -> str:
             account = ledger.read(merged)
             if not (run.policy and account.missing):
                 break
-            dealt = ledger.deal(account.missing, len(others))  # what those held that were dropped
+            dealt = ledger.deal(account.missing, len(others))  # microbatches of dropped replicas
             todo = {run.rank: dealt[others.index(run.rank)] if run.rank in others else []}
         if is_left_out:
             log(skipped=index)
@@ -109,7 +109,7 @@ def train(engine: Engine, run: Run) -> str:
 
 
 def shares(scheme: Scheme, acc: Any, parts: dict[int, Any], run: Run) -> tuple[dict[int, Any], dict[int, Any], Any]:
-    """What this process holds by holder, what it has to do, and the assignment: the same on all processes."""
+    """This process's parts and pending microbatches by holder, and the assignment, which is equal on all processes."""
     if scheme.name == "tree":
         assignment = ledger.deal(range(LOGICAL), run.size)
         mine = assignment[run.rank]
@@ -117,7 +117,7 @@ def shares(scheme: Scheme, acc: Any, parts: dict[int, Any], run: Run) -> tuple[d
         blocks = {logical: range(logical * scheme.every, (logical + 1) * scheme.every) for logical in mine}
         todo = {x: [n for n in blocks[x] if n not in ledger.read(held[x]).held] for x in mine}
         return held, todo, assignment
-    # Whose file a process will replace, it holds: else what another one holds would be on no disk for a while.
+    # A process holds the part whose file it will replace; otherwise that part would be on no disk for a while.
     groups = [[parts[holder] for holder in parts if holder % run.size == rank] for rank in range(run.size)]
     has = [[n for part in group for n in ledger.read(part).held] for group in groups]
     missing = sorted(set(range(MICROBATCHES)) - {n for numbers in has for n in numbers})

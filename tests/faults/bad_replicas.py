@@ -1,4 +1,4 @@
-"""Replicas that compute the wrong thing, and what all of them do about it."""
+"""Replicas that compute wrong values, and the policies for handling them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ KINDS = {
     "doubled": "doubled",
     "flipped": "differs",
 }
-"""What can be wrong, and the column of `gradcombine.resilience.faults.KINDS` that has to say so."""
+"""Faults of replicas, and the column of `gradcombine.resilience.faults.KINDS` that must report each."""
 POLICIES = ("raise", "skip", "drop")
 
 
 class RaisedError(Exception):
-    """The policy "raise": the same on all replicas, which start anew from what those without a fault have saved."""
+    """Raised on all replicas by the policy "raise"; they restart from the parts of replicas without a fault."""
 
 
 class Replica:
-    """What is wrong with this replica, once something is, and what all of them decide at the end of a window."""
+    """Injects this replica's fault, and applies the policy at the end of a window."""
 
     def __init__(self, engine: Engine, run: Run, log: Log, acc: Any, reduction: Any) -> None:
         self._engine, self._run, self._log, self._acc, self._reduction = engine, run, log, acc, reduction
         self._previous: Any = None
 
     def params(self, window: int, params: Any) -> Any:
-        """The parameters, of which one bit may have changed."""
+        """The parameters, with one flipped bit if that is the fault."""
         if not self._strikes(window, "flipped"):
             return params
         w = params["w"].copy()
@@ -49,12 +49,12 @@ class Replica:
         return value
 
     def number(self, kind: str, window: int, held: Any, todo: Any) -> int | None:
-        """A microbatch that is another replica's, to be counted here as well."""
+        """A microbatch of another replica to count here as well, or None."""
         others = sorted({*range(MICROBATCHES)}.difference(ledger.read(held).held, todo))
         return others[-1] if others and self._strikes(window, kind, number=others[-1]) else None
 
     def require_once(self, window: int, merged: Any, held: dict[int, Any]) -> None:
-        """The policy "ledger": nothing was looked for, and all refuse a window that holds a microbatch twice."""
+        """The policy "ledger": no detection, but all replicas raise for a window that holds a microbatch twice."""
         try:
             ledger.require_once(merged)
         except GradCombineError as error:
@@ -64,11 +64,11 @@ class Replica:
             raise RaisedError(str(error)) from None
 
     def end(self, window: int, state: Any, params: Any) -> tuple[Any, Any, list[int], bool]:
-        """The end of a window: faults are looked for, by all, and what is found is handled, alike on all.
+        """Detects faults at the end of a window and handles them identically on all replicas.
 
         Returns:
-          This replica's state and the parameters that it goes on with; the replicas to which what is missing may be
-          dealt; whether the window is left out.
+          This replica's next state and parameters; the replicas to which missing microbatches may be
+          dealt; whether the window is skipped.
         """
         run, behind, own = self._run, 0, state
         if self._previous is not None and self._strikes(window, "stale"):
@@ -79,7 +79,7 @@ class Replica:
             for number in ledger.read(own).held:
                 state = self._acc.update(Numbered(longer, np.int32(number)), state)
         self._previous = own
-        # How many microbatches a replica holds is its own; which window they are of is not.
+        # Replicas hold different numbers of microbatches, but all of the same window.
         at = state._replace(step=np.int32(0), index=np.int32(window - behind))
         found = self._engine.find(self._acc.value(state), at, params)
         table: Any = np.asarray(found.table)
@@ -100,7 +100,8 @@ class Replica:
             if mine[COLUMNS.index("structure")]:
                 state = self._acc.init(begin())
             state = state._replace(step=np.int32(0), index=np.int32(0))
-            statefile.save_part(run.folder, window, run.rank, self._reduction, state)  # none starts from the wrong one
+            # So that no process restarts from the wrong part.
+            statefile.save_part(run.folder, window, run.rank, self._reduction, state)
         if run.policy == "raise":
             self._engine.wait_for_all()
             raise RaisedError(told)

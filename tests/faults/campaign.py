@@ -1,4 +1,4 @@
-"""Runs in which faults are drawn, and what has to be true of each: every microbatch once, the bits, in its time."""
+"""Runs with random faults; each must count every microbatch once, have the right bits, and end in time."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tests.faults.verdict import Outcome, examine
 from tests.multi_process.tensorflow_cluster import free_addresses
 
 FORK: Any = multiprocessing.get_context("fork")
-"""The framework is imported in this process, and has started nothing: a fork costs nothing."""
+"""The framework is imported in this process but not started, so forking is cheap."""
 REFUSED = 4
-"""The exit code of a process to which the library refused something: starting anew cannot help."""
+"""Exit code of a process in which the library raised: a restart cannot help."""
 DEFECTS = (TypeError, NameError, AttributeError, LookupError, AssertionError)
-"""No fault brings these about: a process that starts anew would hide them."""
+"""Errors that no injected fault causes; a restart would hide them."""
 
 
 class Plan(NamedTuple):
-    """One run: the number of processes in each start, the faults, and a policy.
+    """One run: the number of processes of each start, the faults, and a policy.
 
-    The way ``"live"``: all faults strike the first start, those of one process only the first of them; the others go
+    With way ``"live"``, all faults strike the first start, but only the first fault of each process; the others go
     on. ``"checkpoint"``: TensorFlow's `AccumulatedStep` and tf.train.Checkpoint.
     """
 
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 def draw_plan(rng: random.Random) -> Plan:
-    """Up to three faults of any kinds, and a start without any."""
+    """Up to three faults of any type, then a start without faults."""
     return with_faults(rng, [rng.choice((*KINDS, *REPLICAS)) for _ in range(rng.choice((1, 1, 2, 3)))])
 
 
@@ -64,14 +64,14 @@ def with_faults(rng: random.Random, kinds: Sequence[str]) -> Plan:
         if "twice" in kinds:
             policy = "ledger"
             kinds = ["twice" if kind in REPLICAS else kind for kind in kinds]
-        # What a bad replica has saved is known to be wrong when its window ends: nothing else happens before.
+        # A bad replica's saved part is only detected when its window ends: no other fault may come before.
         kinds = sorted(("kill" if kind in QUIET else kind for kind in kinds), key=lambda kind: kind in REPLICAS)
     faults = list[Fault]()
     for kind in kinds:
         size, start = sizes[-1], len(sizes) - 1
         if size == 1 and kind in ("shape", "stale", "doubled", "flipped"):
-            kind = "nan"  # one process alone has nobody to be compared with
-        # Two processes pass 11 places in each window; one that is never reached is no fault.
+            kind = "nan"  # a single process cannot be compared with others
+        # Two processes pass 11 places per window; a fault at a place that is never reached does not happen.
         faults.append(Fault(kind, rng.randrange(size), rng.randint(0, most // size), rng.random(), start))
         if kind not in QUIET:
             sizes.append(rng.choice((size, rng.randint(1, 4))))
@@ -79,17 +79,17 @@ def with_faults(rng: random.Random, kinds: Sequence[str]) -> Plan:
 
 
 def draw_for(plant: str, rng: random.Random, number: int) -> Plan:
-    """A run with a planted defect; one of the library has to be struck where it would show."""
+    """A run with a planted defect, with faults that reveal a defect of the library."""
     if plant in IN_LIBRARY:
         first = number % len(FAULTS)
         return with_faults(rng, [FAULTS[(first + i) % len(FAULTS)] for i in range(rng.choice((2, 3)))])
-    # Of the training's own those show where processes start anew from what was saved.
+    # Defects of the training show when processes restart from saved parts.
     plan = draw_plan(rng)
     return Plan("exact", plan.sizes, tuple(fault._replace(kind="kill") for fault in plan.faults))
 
 
 def draw_live(rng: random.Random, plan: Plan) -> Plan:
-    """The same faults, where processes go on without those that are lost; these come back, unless they are resized."""
+    """The same faults in a run whose processes continue without lost ones; these return, except after a resize."""
     size = max(2, plan.sizes[0])
     faults = tuple(
         fault._replace(kind=_of_processes(fault.kind), rank=rng.randrange(size), after=fault.after // 2)
@@ -99,8 +99,8 @@ def draw_live(rng: random.Random, plan: Plan) -> Plan:
 
 
 def plan_of_checkpoints(plan: Plan) -> Plan:
-    """The same faults, where the workers' windows are in TensorFlow's checkpoints."""
-    # What is on the disk is TensorFlow's: who reads a file of it that is not cut off is not asked here.
+    """The same faults in a run whose workers save their windows in TensorFlow checkpoints."""
+    # TensorFlow wrote the files, so damage other than truncation is not tested.
     own = {"flip": "cut", "stray": "kill"}
     faults = tuple(x._replace(kind=own.get(x.kind, _of_processes(x.kind))) for x in plan.faults)
     return Plan("exact", plan.sizes, faults, "checkpoint")
@@ -118,7 +118,7 @@ def run_plan(
     patience: float,
     limit: float,
 ) -> Outcome:
-    """One run, in a folder of its own, from its start to its end, and what there is to say of it."""
+    """Executes one run in a temporary directory and examines it."""
     outcome, begun = Outcome(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradcombine-faults-") as name:
         try:
@@ -135,11 +135,11 @@ def run_plan(
 
 
 class RefusedError(Exception):
-    """The library has refused to go on: starting anew cannot help."""
+    """The library raised in a process: a restart cannot help."""
 
 
 class Place(NamedTuple):
-    """Where a run is, and what it is made of."""
+    """Directory, engine, planted defect and outcome of a run."""
 
     folder: Path
     engine: Callable[[], Engine]
@@ -153,10 +153,10 @@ class Place(NamedTuple):
         rank: int,
         addresses: Sequence[str],
         faults: Sequence[Fault],
-        told: Any,
+        counters: Any,
         returns: int = 0,
     ) -> Any:
-        """Starts one process. ``told``: how many places each has passed, then whether it waits for the others."""
+        """Starts one process. ``counters``: places passed by each process, then whether each waits for the others."""
         run = Run(
             self.folder,
             plan.scheme,
@@ -169,14 +169,14 @@ class Place(NamedTuple):
             plan.policy,
             returns,
         )
-        process = FORK.Process(target=work, args=(self.engine, run, plan.way, addresses, faults, told))
+        process = FORK.Process(target=work, args=(self.engine, run, plan.way, addresses, faults, counters))
         process.start()
         self.outcome.starts += 1
         return process
 
 
 def run_anew(plan: Plan, place: Place, patience: float, limit: float) -> None:
-    """All are started anew when one is lost."""
+    """Restarts all processes when one is lost."""
     ended: list[Any] = []
 
     def start(attempt: int) -> tuple[list[Any], Any]:
@@ -186,24 +186,24 @@ def run_anew(plan: Plan, place: Place, patience: float, limit: float) -> None:
             if fault.kind in DAMAGE and fault.start == attempt - 1:
                 damage(place.folder, plan.way, plan.scheme, fault)
         faults = [[x for x in plan.faults if (x.start, x.rank) == (attempt, rank)] for rank in range(size)]
-        addresses, told = free_addresses(size), FORK.RawArray("q", 2 * size)
-        ended[:] = [place.start(plan, attempt, rank, addresses, faults[rank], told) for rank in range(size)]
-        return ended, getting_on(told, ended, patience)
+        addresses, counters = free_addresses(size), FORK.RawArray("q", 2 * size)
+        ended[:] = [place.start(plan, attempt, rank, addresses, faults[rank], counters) for rank in range(size)]
+        return ended, getting_on(counters, ended, patience)
 
     supervise(start, patience, limit)
 
 
 def run_live(plan: Plan, place: Place, patience: float, limit: float) -> None:
-    """One that is lost is started by itself, and let in by the others; all anew if it was the first, which leads."""
+    """Restarts a lost process, which the others admit; restarts all if the first one is lost, which leads."""
     deadline, size = time.monotonic() + limit, plan.sizes[0]
     for attempt in itertools.count():
-        addresses, told, returns = free_addresses(size), FORK.RawArray("q", 2 * size), 0
+        addresses, counters, returns = free_addresses(size), FORK.RawArray("q", 2 * size), 0
         faults = {fault.rank: fault for fault in reversed(plan.faults)} if attempt == 0 else {}
         processes = {
-            rank: place.start(plan, attempt, rank, addresses, [faults[rank]] if rank in faults else [], told)
+            rank: place.start(plan, attempt, rank, addresses, [faults[rank]] if rank in faults else [], counters)
             for rank in range(size)
         }
-        progress, seen, until = getting_on(told, processes.values(), patience), None, 0.0
+        progress, seen, until = getting_on(counters, processes.values(), patience), None, 0.0
         try:
             while processes[0].exitcode is None:
                 if time.monotonic() > deadline:
@@ -219,12 +219,12 @@ def run_live(plan: Plan, place: Place, patience: float, limit: float) -> None:
                     del processes[rank]
                     if fault is None or fault.kind != "resize":
                         returns += 1
-                        told[size + rank] = 0
-                        processes[rank] = place.start(plan, attempt, rank, addresses, [], told, returns)
+                        counters[size + rank] = 0
+                        processes[rank] = place.start(plan, attempt, rank, addresses, [], counters, returns)
                 if (now := progress()) != seen:
                     seen, until = now, time.monotonic() + patience
-                elif time.monotonic() > until:  # those for which the others wait, or all
-                    hangs = [process for rank, process in processes.items() if not told[size + rank]]
+                elif time.monotonic() > until:  # kill the processes for which the others wait, or all
+                    hangs = [process for rank, process in processes.items() if not counters[size + rank]]
                     for process in hangs or processes.values():
                         process.kill()
             if processes[0].exitcode == 0:
@@ -241,14 +241,14 @@ def require_not_refused(processes: Iterable[Any]) -> None:
         raise RefusedError
 
 
-def getting_on(told: Any, processes: Iterable[Any], patience: float) -> Callable[[], Any]:
-    """What changes while processes get on: the places that they pass, and for a while the processor time they take."""
-    passed, since = list(told), time.monotonic()
+def getting_on(counters: Any, processes: Iterable[Any], patience: float) -> Callable[[], Any]:
+    """A function whose value changes while processes make progress: places passed and, for a while, CPU time."""
+    passed, since = list(counters), time.monotonic()
 
     def progress() -> Any:
         nonlocal passed, since
-        if list(told) != passed:
-            passed, since = list(told), time.monotonic()
+        if list(counters) != passed:
+            passed, since = list(counters), time.monotonic()
         counts = time.monotonic() - since < 5 * patience
         return passed, [busy(process.pid) for process in processes] if counts else []
 
@@ -256,7 +256,7 @@ def getting_on(told: Any, processes: Iterable[Any], patience: float) -> Callable
 
 
 def busy(pid: int) -> int:
-    """The halves of a second of processor time that a process has had: one that compiles on a busy machine gets on."""
+    """CPU time of a process in half seconds: compiling on a busy machine is progress as well."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -264,10 +264,12 @@ def busy(pid: int) -> int:
     return (int(fields[11]) + int(fields[12])) * 2 // os.sysconf("SC_CLK_TCK")
 
 
-def work(engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[str], faults: Any, told: Any) -> None:
-    """One process, in a session of its own; its words are in a file."""
+def work(
+    engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[str], faults: Any, counters: Any
+) -> None:
+    """The main function of a process, in a new session and with its output in a file."""
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
     name = f"{run.generation}-{run.returns}-{run.rank}"
     says = os.open(run.folder / f"says-{name}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -276,12 +278,12 @@ def work(engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[s
 
     def at(place: str) -> None:
         nonlocal passed
-        told[run.rank] += 1
-        told[run.size + run.rank] = 0
+        counters[run.rank] += 1
+        counters[run.size + run.rank] = 0
         for fault in faults:
             if passed == fault.after:
                 strike(fault, run)
-        told[run.size + run.rank] = place == "merge"
+        counters[run.size + run.rank] = place == "merge"
         passed += 1
 
     try:
@@ -303,18 +305,18 @@ def work(engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[s
             lent.wait_for_all()
         (run.folder / f"result-{name}").write_text(result)
         code = 0
-        time.sleep(0.3 * (run.rank == 0))  # the first one leads: without it the others abort
+        time.sleep(0.3 * (run.rank == 0))  # the first process leads: without it, the others abort
     except (GradCombineError, *DEFECTS) as error:
         (run.folder / f"refused-{name}").write_text(f"{type(error).__name__}: {error}")
         code = REFUSED
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-    os._exit(code)  # a regular exit would wait for the processes that are lost
+    os._exit(code)  # a regular exit would wait for the lost processes
 
 
 class Campaign(NamedTuple):
-    """What all runs have said."""
+    """Outcomes of all runs."""
 
     engine: str
     plans: list[Plan]
@@ -349,12 +351,12 @@ class Campaign(NamedTuple):
 
 
 def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit: float, patience: float) -> Campaign:
-    """Draws and runs; a line for each run."""
+    """Draws and executes runs; prints a line for each."""
     engine, campaign = engine_of(name), Campaign(name, [], [])
 
     @functools.cache
     def unbroken(scheme: str, policy: str, skipped: frozenset[int]) -> Unbroken:
-        with FORK.Pool(1) as pool:  # this process must not start the framework
+        with FORK.Pool(1) as pool:  # the framework must not start in this process
             return pool.apply(reference, (engine, scheme, policy, skipped))
 
     for number in range(first, first + runs):
@@ -386,7 +388,7 @@ def reference(engine: Callable[[], Engine], *which: Any) -> Unbroken:
 
 
 def engine_of(name: str) -> Callable[[], Engine]:
-    """Imports a framework, which then starts in each process by itself."""
+    """Imports a framework, without starting it before the fork."""
     if name == "jax":
         from tests.faults.jax_engine import JaxEngine
 

@@ -1,8 +1,8 @@
-"""TensorFlow workers with an `AccumulatedStep` each, whose windows are in their own tf.train.Checkpoints.
+"""TensorFlow workers with one `AccumulatedStep` each, which save their windows in separate tf.train.Checkpoints.
 
-All start anew when one is lost: each reads the newest whole checkpoint of every worker there was. The newest window of
-them counts; who is behind has ended the same window, and takes the parameters of another worker. What those that are in
-it hold is merged, and what is missing dealt to as many workers as there are now.
+All workers restart when one is lost: each reads the newest intact checkpoint of every previous worker. The newest
+window among them counts; workers that are behind take the parameters of another worker. The parts of that window are
+merged, and the missing microbatches are dealt to the current workers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NAMES = tuple(sorted(begin()))
 LIKE = [begin()[name] for name in NAMES]
 REDUCTION = SCHEMES["exact"].reduction
 KEPT = 2
-"""Checkpoints of a worker: if the newest one is cut off, there is the one before it."""
+"""Number of checkpoints per worker, so that one is left if the newest is truncated."""
 
 
 class Trained(NamedTuple):
-    """What a worker saves. ``window``: the index of the one that it is in; ``combined``: the gradients of the last."""
+    """The saved variables of a worker. ``window``: index of the current one; ``combined``: gradients of the last."""
 
     params: dict[str, Any]
     window: Any
@@ -54,14 +54,14 @@ class Trained(NamedTuple):
         return {name: x.numpy() for name, x in self.params.items()}
 
     def state(self) -> Any:
-        """This worker's part of its window: nothing, if the last one is over."""
+        """This worker's part of its window; empty if the last window is finished."""
         (state,) = on_host(self.step.states())
         is_over = state.step >= OVER or state.index < int(self.window)
         return state._replace(levels=(REDUCTION.clear(state.levels[0]),)) if is_over else state
 
 
 def made(engine: TensorFlowEngine, every: int) -> Trained:
-    """The variables and the step of a worker, under the strategy in scope."""
+    """Creates the variables and the step of a worker, in the scope of the strategy."""
     params = {name: tf.Variable(x) for name, x in begin().items()}
     combined = {name: tf.Variable(x) for name, x in begin().items()}
     window = tf.Variable(0)
@@ -84,7 +84,7 @@ def made(engine: TensorFlowEngine, every: int) -> Trained:
 
 
 class Found(NamedTuple):
-    """What there is of a run, the same for every worker that reads it before any of them writes."""
+    """The saved state of a run, equal for all workers that read it before any of them writes."""
 
     window: int
     params: Any
@@ -92,13 +92,13 @@ class Found(NamedTuple):
 
 
 def recover(engine: TensorFlowEngine, folder: Path) -> Found:
-    """The newest whole checkpoint of each worker; of those of the newest window, the parts."""
+    """Reads the newest intact checkpoint of each worker; returns the parts of the newest window."""
     reader, found = made(engine, MICROBATCHES), list[tuple[int, int, Any, Any]]()
     for own in sorted(folder.glob("worker-*")):
         for index in sorted(own.glob("*.index"), key=_number, reverse=True):
             try:
                 reader.checkpoint().restore(str(index.with_suffix(""))).assert_consumed()
-            except (tf.errors.OpError, IndexError, ValueError, AssertionError):  # cut off
+            except (tf.errors.OpError, IndexError, ValueError, AssertionError):  # truncated
                 continue
             rank = int(own.name.rpartition("-")[2])
             found.append((int(reader.window), rank, reader.values(), reader.state()))
@@ -110,7 +110,7 @@ def recover(engine: TensorFlowEngine, folder: Path) -> Found:
 
 
 def train(engine: TensorFlowEngine, run: Run) -> str:
-    """One of several workers, from what there is of the run to its end."""
+    """Runs one of several workers from the saved state of the run to its end."""
     log, every = Log(run), -(-MICROBATCHES // run.size)
     index, params, parts = recover(engine, run.folder)
     for holder, part in parts.items():
@@ -118,8 +118,8 @@ def train(engine: TensorFlowEngine, run: Run) -> str:
         log(recovered=index, holder=holder, numbers=ledger.read(part).held, bits=digest(value))
     with engine.strategy.scope():
         trained = made(engine, every)
-    step = tf.function(trained.step) if run.generation % 2 == 0 else trained.step  # eager ones start sooner
-    engine.wait_for_all()  # what is written now would be read by those who come later
+    step = tf.function(trained.step) if run.generation % 2 == 0 else trained.step  # eager functions start faster
+    engine.wait_for_all()  # otherwise workers that start later would read what this one writes
     for name, x in trained.params.items():
         x.assign(params[name])
     trained.window.assign(index)
@@ -132,7 +132,7 @@ def train(engine: TensorFlowEngine, run: Run) -> str:
     dealt = ledger.deal(set(range(MICROBATCHES)).difference(*has), run.size, has)
     held, calls = has[run.rank], max(1, *map(len, dealt))
     (level,) = statefile.resize(REDUCTION, [*groups[run.rank], REDUCTION.init(LIKE)], 1)
-    # The window is as far from its end as all of them have calls to make, whatever it holds.
+    # The position in the window is set by the remaining calls of all workers, not by its contents.
     trained.step.load_states([AccumulateState((level,), np.int32(every - calls), np.int32(index))])
     while index < WINDOWS:
         todo = dealt[run.rank]

@@ -1,4 +1,4 @@
-"""Processes of JAX: each has one device, windows meet by Gloo."""
+"""JAX processes with one device each, which exchange windows through Gloo."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def descend(params: Any, grads: Any) -> Any:
 
 
 class Processes:
-    """A collective of processes, for arrays outside of compiled code.
+    """A collective over processes, for arrays outside compiled code.
 
     Args:
-      devices: one of each, in the order of the processes.
+      devices: one per process, in the order of the processes.
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
@@ -71,7 +71,7 @@ class Processes:
 
 
 class JaxEngine:
-    """One process of several, all of which are started anew when one is lost."""
+    """One of several processes, which all restart when one is lost."""
 
     gradient = staticmethod(gradient)
     descend = staticmethod(descend)

@@ -1,8 +1,8 @@
-"""JAX processes that go on without those that are lost, and let them in again.
+"""JAX processes that continue without lost ones and readmit them.
 
-The policy is one loop, which every process runs by itself: merge what those that live have; whatever their ledger
-misses is dealt to them and computed; a window that misses nothing is applied. A process that is lost takes its
-microbatches with it, so they are missing. One that comes back has none, and brings no window: it is dealt some.
+Every process runs the same loop: merge the live processes' windows; deal the microbatches that the merged ledger lacks
+and compute them; apply a window when none is missing. A lost process takes its microbatches with it; one that returns
+has no window and is dealt some of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults.jax_engine import Processes, descend, gradient
 from tests.faults.training import SCHEMES, WINDOWS, Log, Run, begin, bits, digest, is_finite, microbatch, on_host, saved
 
 GROUPS = 16
-"""Local devices of each process: Gloo cannot make a group of the same devices anew, so that each group has its own."""
+"""Local devices of each process: Gloo cannot recreate a group of the same devices, so each group uses new ones."""
 
 
 def join(addresses: Sequence[str], rank: int) -> None:
@@ -33,25 +33,25 @@ def join(addresses: Sequence[str], rank: int) -> None:
 
 
 class Survivors(Processes):
-    """Those that live, in a group of their own."""
+    """The live processes, as a new group."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
         known = multihost_utils.live_devices.devices
-        # The same on all of them; a process that has come back has another incarnation.
+        # Equal on all of them; a process that returned has a new incarnation.
         group = sum(known[device] for device in devices) // GROUPS % GROUPS
         ranks = sorted({device.process_index for device in devices})
         super().__init__([[x for x in devices if x.process_index == rank][group] for rank in ranks])
 
 
 def train(run: Run) -> str:
-    """One of several processes; those of a generation above 0 come back."""
+    """Runs one of several processes; with ``returns`` above 0, it rejoins the others."""
     scheme = SCHEMES["exact"]
     reduction, like, log = scheme.reduction, begin(), Log(run)
     acc = gc.accumulate(reduction, scheme.every)
     index, params, parts, _ = statefile.recover(run.folder, reduction, like, start=like)
     is_begun = False
     state, todo = reduction.init(like), list[int]()
-    if run.returns == 0:  # All begin together, and nobody writes before the first merge.
+    if run.returns == 0:  # All start together, and none writes before the first merge.
         log.recovered(index, parts, acc)
         for holder in parts:
             if holder % run.size == run.rank:

@@ -1,4 +1,4 @@
-"""Defects that the campaign has to find: in its training, and in the library."""
+"""Planted defects, in the training and in the library, that the campaign must find."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gradcombine import ledger
 from gradcombine.statefile import container, header, recovery
 
 IN_TRAINING = ("saved-after-update", "saved-at-end", "dealt-twice", "skip-not-agreed")
-"""`anew.train` has them itself."""
+"""Defects that `anew.train` implements."""
 FAULTS = ("twice", "flip", "stray", "kill-in-save")
-"""What strikes, in turn, the runs with a defect in the library: wrong bits on the disk, and what comes of them."""
+"""Faults, in rotation, of the runs with a defect in the library."""
 
 
 def _doubles_hidden() -> None:
-    """A ledger says of no microbatch that it was counted twice."""
+    """Ledgers report no microbatch as counted twice."""
     real = ledger.read
     ledger.read = lambda *states: real(*states)._replace(doubled=())
 
 
 def _save_not_atomic() -> None:
-    """A save writes into the file that it replaces."""
+    """A save overwrites the existing file in place."""
 
     @contextmanager
     def replacing(path: Path) -> Generator[IO[bytes], None, None]:
@@ -34,7 +34,7 @@ def _save_not_atomic() -> None:
 
 
 def _parts_overlap() -> None:
-    """All parts of a window are used, those that share microbatches, too."""
+    """Uses all parts of a window, including ones that share microbatches."""
     recovery._disjoint = lambda parts: dict(sorted(parts.items()))  # pyright: ignore[reportPrivateUsage]
 
 
@@ -50,14 +50,14 @@ class _Equal(str):
 
 
 def _checksums_not_compared() -> None:
-    """Checksums are written, and are right whatever is read."""
+    """Writes checksums but accepts any data."""
     for module, name in ((container, "digest"), (header, "_digest")):
         real: Callable[..., str] = getattr(module, name)
         setattr(module, name, lambda contents, real=real: _Equal(real(contents)))
 
 
 def _windows_mixed() -> None:
-    """A part is used in whichever window it was saved."""
+    """Uses parts of other windows."""
     real: Any = recovery._files  # pyright: ignore[reportPrivateUsage]
 
     def files(folder: Path) -> Any:
@@ -75,4 +75,4 @@ IN_LIBRARY: dict[str, Callable[[], None]] = {
     "checksums-not-compared": _checksums_not_compared,
     "windows-mixed": _windows_mixed,
 }
-"""Each is planted in a process of the run, before it reads or saves anything."""
+"""Functions that plant a defect in a process of the run, before it reads or saves anything."""

@@ -1,4 +1,4 @@
-"""What strikes the processes of a run, and their files."""
+"""Faults of the processes of a run and of their files."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from tests.faults import bad_replicas, training
 from tests.faults.training import Run
 
 QUIET = ("pause", "disk", "clock")
-"""Faults after which the start goes on: the next one strikes it as well."""
+"""Faults that do not end the start, so that the next one strikes it too."""
 DAMAGE = ("cut", "flip")
-"""Faults of files, once their process was killed."""
+"""Faults of files, after their process was killed."""
 KINDS = ("kill", "stop", "pause", "hang", "resize", "disk", "kill-in-save", *DAMAGE, "stray", "clock")
 REPLICAS = (*bad_replicas.KINDS, "twice")
-"""Faults of a process that goes on, and computes the wrong thing."""
+"""Faults of a process that continues with wrong values."""
 
 
 class Fault(NamedTuple):
     """One fault of a run.
 
     Attributes:
-      kind: ``kill``: SIGKILL. ``stop``: SIGSTOP, for good. ``pause``: SIGSTOP, then SIGCONT. ``hang``: the process
-        stays away from the collective in which the others wait. ``resize``: all are ended, another number is started.
-        ``disk``: no file can be written beyond so many bytes, for a while. ``kill-in-save``: killed after so many bytes
-        of the next save, or before one of its calls of the system. ``cut``, ``flip``: killed, and one of the files is
-        cut off, or has one bit that is another. ``stray``: killed, and an older part of its window is there under
-        another holder's name. ``clock``: time.time jumps, and so do the files' times. ``twice``: the process computes
-        and counts a microbatch of another one, and nobody looks for that but the ledger.
-      rank: of the process that it strikes.
-      after: at how many places that process passes it strikes.
-      draw: a number from 0 to 1: where to cut, how far to jump.
-      start: in which start of all processes.
+      kind: ``kill``: SIGKILL. ``stop``: SIGSTOP for good. ``pause``: SIGSTOP, then SIGCONT. ``hang``: the process
+        never joins the collective in which the others wait. ``resize``: all are ended, a different number is started.
+        ``disk``: file sizes are limited for a while. ``kill-in-save``: killed after some bytes of the next save or
+        before one of its system calls. ``cut``, ``flip``: killed, and one of the files is truncated or has a flipped
+        bit. ``stray``: killed, and an older part of its window exists under another holder's name. ``clock``: time.time
+        and the files' times jump. ``twice``: the process computes and counts another one's microbatch, which only the
+        ledger detects.
+      rank: rank of the process.
+      after: number of places that the process passes before the fault.
+      draw: a number from 0 to 1 for where to cut or how far to jump.
+      start: index of the start of all processes.
 
-    The kinds of `bad_replicas` are of a replica that goes on, and computes the wrong thing.
+    The kinds in `bad_replicas` are faults of a replica that continues with wrong values.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
 
 def strike(fault: Fault, run: Run) -> None:
-    """What happens to this process."""
+    """Applies the fault to this process."""
     own = os.getpid()
     if fault.kind in REPLICAS:
         run.bad.append(fault.kind)
@@ -86,9 +86,9 @@ def strike(fault: Fault, run: Run) -> None:
 
 
 def wrap_saves(wrapper: Callable[..., Any], saves: int = 1) -> None:
-    """The next saves are made by ``wrapper(save, path)``; a save of TensorFlow's comes without a path.
+    """Makes the next saves through ``wrapper(save, path)``; TensorFlow's saves have no path.
 
-    Where the wrapper does not save, the save is made as ever.
+    If the wrapper does not save, the original save runs.
     """
     owners = [(container, "write")]
     if "tensorflow" in sys.modules:
@@ -110,7 +110,7 @@ def wrap_saves(wrapper: Callable[..., Any], saves: int = 1) -> None:
 
 
 def with_room(room: int, save: Callable[[], None]) -> None:
-    """The system refuses what is longer than so many bytes."""
+    """Saves with a limit of ``room`` bytes on the size of files."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
     try:
@@ -120,20 +120,20 @@ def with_room(room: int, save: Callable[[], None]) -> None:
 
 
 CALLS = ("open", "os.rename", "os.remove", "os.truncate")
-"""What a save asks of the system, by the names of Python's audit events."""
+"""System calls of a save, by the names of Python's audit events."""
 
 
 def die_within(save: Callable[[], None], draw: float, path: Path | None = None) -> None:
-    """Half of the draws end the process after so many bytes, half before one of the calls of the system.
+    """Kills the process during the save: after some bytes for half of the draws, otherwise before a system call.
 
-    Of a save in one folder the one that replaces a file is waited for, as the old one is what may be lost.
+    Waits for a save that replaces a file in the folder, as the old file is what could be lost.
     """
     if path is not None and not path.exists() and draw * 10 % 1 < 0.75:
         wrap_saves(lambda again, *of: die_within(again, draw, *of))
         return
     if draw < 0.5:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the system writes so many bytes, and ends the process
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the system ends the process after so many bytes
         with_room(int(draw * 2 * (path.stat().st_size if path and path.exists() else 4000)), save)
     else:
         calls, last = itertools.count(), int((draw - 0.5) * 2 * 6)
@@ -144,11 +144,11 @@ def die_within(save: Callable[[], None], draw: float, path: Path | None = None) 
 
         sys.addaudithook(hook)
         save()
-    os.kill(os.getpid(), signal.SIGKILL)  # whole, and nobody was told
+    os.kill(os.getpid(), signal.SIGKILL)  # the file is complete, but the save did not return
 
 
 def leave_stray(save: Callable[[], None], path: Path) -> None:
-    """What the next save of a part replaces, under a name that no process has."""
+    """Copies the file that the next save of a part replaces to a name that no process has."""
     name, holder, suffix = path.name.split(".")
     if holder == "begun" or not path.exists():
         wrap_saves(leave_stray)
@@ -159,10 +159,10 @@ def leave_stray(save: Callable[[], None], path: Path) -> None:
 
 
 def damage(folder: Path, way: str, scheme: str, fault: Fault) -> None:
-    """Cuts off one of the files that were written last, or flips a bit of it; of the beginnings, one in a run.
+    """Truncates one of the last written files or flips a bit in it; damages at most one beginning per run.
 
-    What that costs is noted: the microbatches of a part; with a beginning, those of all parts that need it; with a
-    worker's newest checkpoint, the last one in it.
+    Logs the lost microbatches: those of a part; for a beginning, those of all parts that need it; for a worker's newest
+    checkpoint, the last one in it.
     """
     if way == "checkpoint":
         saved = [list(own.glob("*.index")) for own in sorted(folder.glob("worker-*"))]
@@ -186,7 +186,7 @@ def damage(folder: Path, way: str, scheme: str, fault: Fault) -> None:
         held = [[entry["saved"], number] for entry in last for number in entry["numbers"][-1:]]
     else:
         window = int(file.name.split(".")[0].removeprefix("window-"))
-        # The first window begins with what is known.
+        # The first window begins with known parameters.
         parts = [file] if "begun" not in file.name else chosen if window else []
         held = [[window, n] for part in parts if "begun" not in part.name for n in numbers_in(part, scheme)]
     (folder / f"cut-{len(list(folder.glob('cut-*')))}-{file.name}.json").write_text(json.dumps(held))
@@ -197,11 +197,11 @@ def damage(folder: Path, way: str, scheme: str, fault: Fault) -> None:
 
 
 def flip(file: Path, draw: float) -> None:
-    """Flips a bit: of any byte of the file, or of an array, in seven of eight, with ZIP's own checksum of it."""
+    """Flips a bit anywhere in the file or, in seven of eight cases, in an array, with a matching ZIP checksum."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = {member.filename: bytearray(archive.read(member)) for member in archive.infolist()}
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # it was damaged before
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # already damaged
         members = {}
     arrays = [name for name in members if name != "header.npy"]
     if draw < 1 / 8 or not arrays:
@@ -210,7 +210,7 @@ def flip(file: Path, draw: float) -> None:
         file.write_bytes(contents)
         return
     position = (draw * 8 - 1) / 7 * len(arrays)
-    _flip(members[arrays[int(position)]], position % 1, 128)  # the elements begin there
+    _flip(members[arrays[int(position)]], position % 1, 128)  # start of the elements
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, data in members.items():
             archive.writestr(name, bytes(data))
@@ -225,6 +225,6 @@ def _flip(contents: bytearray, draw: float, start: int = 0) -> None:
 def numbers_in(part: Path, scheme: str) -> list[int]:
     try:
         state = statefile.load(part, training.SCHEMES[scheme].reduction, training.begin())
-    except GradCombineError:  # it was cut off before
+    except GradCombineError:  # already truncated
         return []
     return list(ledger.read(state).held)

@@ -1,4 +1,4 @@
-"""Processes of TensorFlow's MultiWorkerMirroredStrategy."""
+"""Processes of a TensorFlow MultiWorkerMirroredStrategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.faults.training import Scheme, on_host
 
 
 class TensorFlowEngine:
-    """One worker of several, all of which are started anew when one is lost."""
+    """One of several workers, which all restart when one is lost."""
 
     def __init__(self) -> None:
         self.strategy = tf.distribute.get_strategy()
@@ -49,7 +49,7 @@ class TensorFlowEngine:
         return self._descend(_tensors(params), _tensors(gradients))
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: function(*map(_tensors, args))  # a trace costs more than these few calls
+        return lambda *args: function(*map(_tensors, args))  # tracing would cost more than these few eager calls
 
     def merge(self, scheme: Scheme, held: Sequence[Any], assignment: ledger.Assignment) -> Any:
         def merge(held: Any) -> Any:
@@ -64,7 +64,7 @@ class TensorFlowEngine:
         return on_host(self._on_replicas(find, _tensors((values, window, twins))))
 
     def ledger_of(self, window: Any) -> ledger.Ledger:
-        """What the windows of all workers hold together."""
+        """The ledger of all workers' windows."""
         (counts,) = self._on_replicas(lambda x: gc.tf_replicas().all_sum([x]), window.levels[0].counts)
         return ledger.read(window.levels[0]._replace(counts=counts))
 

@@ -1,4 +1,4 @@
-"""The campaign's short form: a few runs of each engine, and what it says of a planted defect."""
+"""A short campaign: a few runs of each engine pass, and planted defects are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training that faults strike: the same on every engine, in one process or in several that save their windows."""
+"""The training under faults: identical on every engine, in one process or in several that save their windows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradcombine import faults, ledger, reductions, statefile, tree
 
 WINDOWS, MICROBATCHES, LOGICAL, WIDTH = 4, 8, 4, 17
 POISONED = 1
-"""A window with a microbatch that is not a number: its update is left out, by all or by none."""
+"""A window with a NaN microbatch: all processes must skip its update."""
 
 
 class Engine(Protocol):
-    """What a framework lends."""
+    """Functions that a framework provides."""
 
     def join(self, addresses: Sequence[str], rank: int) -> None:
         """Makes this process one of several."""
@@ -33,11 +33,11 @@ class Engine(Protocol):
     def descend(self, params: Any, gradients: Any) -> Any: ...
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function of arrays, compiled."""
+        """Compiles a function of arrays."""
         ...
 
     def merge(self, scheme: Scheme, held: Sequence[Any], assignment: ledger.Assignment) -> Any:
-        """The window of all processes, on the host. ``held``: as many states on all of them."""
+        """Merges the windows of all processes; on the host. ``held``: an equal number of states on each process."""
         ...
 
     def find(self, values: Any, window: Any, twins: Any) -> faults.Faults:
@@ -46,12 +46,12 @@ class Engine(Protocol):
 
 
 class Scheme(NamedTuple):
-    """How a window keeps its bits.
+    """How a window gets reproducible bits.
 
     Attributes:
       name: ``"exact"``: any process may hold any microbatches. ``"tree"``: logical replicas stay whole.
       reduction: a numbered mean.
-      order: of all additions.
+      order: order of all additions.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Run(NamedTuple):
     """One process of a run.
 
     Attributes:
-      folder: of the windows.
+      folder: directory of the windows.
       scheme: a name in `SCHEMES`.
-      generation: how often all processes were started before.
-      rank, size: which process it is, of how many.
-      plant: a defect, or nothing.
-      at: called at each place where a fault may strike, with its name.
-      bad: what is wrong with this process, from now on.
-      policy: what is done about bad replicas; nothing where all are good.
-      returns: how many processes were started one by one before this one, where the others go on.
+      generation: number of previous starts of all processes.
+      rank, size: rank of the process and number of processes.
+      plant: name of a planted defect, or empty.
+      at: called with the name of each place where a fault may strike.
+      bad: faults of this process from now on.
+      policy: policy for bad replicas; empty if all are good.
+      returns: number of single processes restarted before this one while the others continued.
     """
 
     folder: Path
@@ -97,9 +97,9 @@ class Run(NamedTuple):
 
 
 def microbatch(window: int, number: int, policy: str = "") -> tuple[np.ndarray, np.ndarray, np.int32]:
-    """Examples, and how much they count; their gradients are of many scales, so that an order of additions shows.
+    """Examples and their weight; their gradients differ in scale, so that the order of additions affects the bits.
 
-    Under a policy for bad replicas, all examples are numbers.
+    With a policy for bad replicas, no example is NaN.
     """
     rng = np.random.default_rng([window, number])
     x = (rng.normal(size=(4, WIDTH)) * 2.0 ** rng.integers(-6, 3)).astype(np.float32)
@@ -117,13 +117,13 @@ def begin() -> Any:
 
 
 class Unbroken(NamedTuple):
-    """The run in which nothing happens, in one process.
+    """The run without faults, in one process.
 
     Attributes:
       scheme: a name in `SCHEMES`.
-      gradients: by window, of each microbatch.
-      updates: by window, whether it was applied: one that is not finite is left out.
-      parameters: the bits of the last ones.
+      gradients: gradients of each microbatch, by window.
+      updates: whether the update was applied, by window; an update that is not finite is skipped.
+      parameters: bits of the final parameters.
     """
 
     scheme: str
@@ -132,7 +132,7 @@ class Unbroken(NamedTuple):
     parameters: str
 
     def digest(self, window: int, numbers: Sequence[int] = range(MICROBATCHES)) -> str:
-        """Of the mean of these microbatches, which are one list."""
+        """Digest of the mean of these microbatches, combined as one list."""
         return digest(_mean(self.scheme, self.gradients[window], numbers))
 
 
@@ -143,7 +143,7 @@ def _mean(scheme: str, gradients: Sequence[Any], numbers: Sequence[int] = range(
 
 
 def alone(engine: Engine, scheme: str, policy: str = "", skipped: Collection[int] = ()) -> Unbroken:
-    """The unbroken run: each window is one list. ``skipped``: the windows that are left out, by the policy."""
+    """The run without faults: each window is one list. ``skipped``: windows that the policy skips."""
     params, gradients, updates = begin(), list[list[Any]](), list[bool]()
     for window in range(WINDOWS):
         batches = [microbatch(window, number, policy) for number in range(MICROBATCHES)]
@@ -156,7 +156,7 @@ def alone(engine: Engine, scheme: str, policy: str = "", skipped: Collection[int
 
 
 def saved(save: Callable[..., None], *args: Any) -> bool:
-    """Whether a file was written. On a full disk training goes on: what is not saved is computed again at worst."""
+    """Whether the file was saved. Training continues on a full disk: unsaved microbatches may be recomputed."""
     try:
         save(*args)
     except OSError:
@@ -169,7 +169,7 @@ def is_finite(values: Any) -> bool:
 
 
 def on_host(values: Any) -> Any:
-    """In NumPy arrays, the same containers."""
+    """Converts leaves to NumPy arrays in the same containers."""
     leaves, structure = tree.flatten(values)
     return tree.unflatten(structure, [x if x is None else np.asarray(x) for x in leaves])
 
@@ -185,7 +185,7 @@ def digest(gradients: Any) -> str:
 
 
 class Log:
-    """What this process computed and applied, on the disk before it goes on."""
+    """Logs what this process computed and applied, on the disk before it continues."""
 
     def __init__(self, run: Run) -> None:
         self._folder = run.folder
@@ -196,13 +196,13 @@ class Log:
         os.write(self._file, json.dumps(entry).encode() + b"\n")
 
     def recovered(self, window: int, parts: dict[int, Any], acc: Any) -> None:
-        """What the parts on the disk hold, and the bits of it."""
+        """Logs the contents and bits of the parts on the disk."""
         for holder, state in parts.items():
             found = digest(acc.value(state))
             self(recovered=window, holder=holder, numbers=ledger.read(state).held, bits=found, state=whole(state))
 
     def save(self, window: int, holder: int, reduction: Any, state: Any) -> bool:
-        """Saves a part, which is in the log before it is on the disk."""
+        """Saves a part, after logging it."""
         self(saving=window, state=whole(state))
         return saved(statefile.save_part, self._folder, window, holder, reduction, state)
 
@@ -211,6 +211,6 @@ class Log:
 
 
 def whole(state: Any) -> str:
-    """A digest of each bit of a state."""
+    """Digest of all bits of a state."""
     leaves = [x for x in tree.flatten(state)[0] if x is not None]
     return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:16]

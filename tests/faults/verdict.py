@@ -1,4 +1,4 @@
-"""What has to be true of a run, by what its processes have written: every microbatch once, the bits, the work."""
+"""Checks a run by the logs of its processes: every microbatch counted once, the right bits, no wasted work."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Entries = list[dict[str, Any]]
 
 @dataclass
 class Outcome:
-    """What was found of one run.
+    """Findings on one run.
 
     Attributes:
-      again: how many microbatches were computed once more; ``wasted``: those of them for which there was no fault.
-      bad: of each replica that computed the wrong thing, what that was, and the policy.
+      again: number of recomputed microbatches; ``wasted`` describes the ones without a fault as their cause.
+      bad: fault and policy of each replica that computed wrong values.
     """
 
     seconds: float = 0.0
@@ -49,14 +49,14 @@ class Outcome:
 def examine(
     folder: Path, unbroken: Callable[[frozenset[int]], Unbroken], outcome: Outcome, policy: str, goes_on: bool
 ) -> None:
-    """Holds what the processes have written against what each microbatch and each bit has to be.
+    """Compares the logs of the processes with the expected microbatches and bits.
 
     Args:
-      folder: of the run.
-      unbroken: the unbroken run, in which these windows are left out by the policy.
-      outcome: to be filled.
-      policy: of bad replicas.
-      goes_on: whether processes go on without those that are lost.
+      folder: directory of the run.
+      unbroken: returns the run without faults in which the policy skips these windows.
+      outcome: receives the findings.
+      policy: policy for bad replicas.
+      goes_on: whether processes continue without lost ones.
     """
     logs = {
         file.stem.removeprefix("log-"): [json.loads(line) for line in file.read_text().splitlines()]
@@ -81,7 +81,7 @@ def examine(
         for number in range(MICROBATCHES):
             if found and not computed[window, number]:
                 outcome.lost.append(f"{window}.{number}: never computed, so another window's was counted")
-    outcome.differs += sorted(differs, key=lambda said: said[: len("window 0")])  # a cause before what follows of it
+    outcome.differs += sorted(differs, key=lambda text: text[: len("window 0")])  # causes before consequences
     outcome.again = sum(computed.values()) - len(computed)
     ended = {name: not (folder / f"result-{name}").exists() for name in logs}
     allowed = Counter(x for name, log in logs.items() for x in _cost(log, ended[name], goes_on))
@@ -101,17 +101,17 @@ def examine(
 
 
 def _cost(log: Entries, was_ended: bool, goes_on: bool) -> list[tuple[int, int]]:
-    """The microbatches that may be computed again because of what has happened to this process.
+    """The microbatches that may be recomputed because of the events of this process.
 
     =====================  =============================================================================
-    what has happened      what may be computed again
+    event                  microbatches that may be recomputed
     =====================  =============================================================================
-    a process is ended     the one that it was computing: of each process that a restart ends
-    the disk was full      what it has computed since, up to a save that holds it
-    others go on           what it held of its window: they do not read its file
-    a replica is dropped   what it held of its window
-    a window is refused    what it held of it: two parts share a microbatch, and one of them is left out
-    a file is damaged      what the part held; of a beginning, what the parts held that need it (`damage`)
+    a process is ended     the one in progress, of each process that a restart ends
+    the disk was full      those computed since, up to a save that holds them
+    others go on           those in its window: the others do not read its file
+    a replica is dropped   those in its window
+    a window is refused    those in its window: two parts share a microbatch, and one part is skipped
+    a file is damaged      those in the part; for a beginning, those in the parts that need it (`damage`)
     =====================  =============================================================================
     """
     unsaved, held, is_full = list[tuple[int, int]](), set[tuple[int, int]](), False
@@ -135,7 +135,7 @@ def _cost(log: Entries, was_ended: bool, goes_on: bool) -> list[tuple[int, int]]
 
 
 def _recovered(entries: Entries, expected: Unbroken) -> Iterable[str]:
-    """Parts on the disk whose gradients are not those of their window."""
+    """Reports parts on the disk whose gradients are not those of their window."""
     seen, saving = set[str](), {entry["state"] for entry in entries if "saving" in entry}
     for entry in entries:
         if "recovered" not in entry or not entry["numbers"]:
@@ -154,18 +154,18 @@ def _recovered(entries: Entries, expected: Unbroken) -> Iterable[str]:
 
 
 def _updates(logs: dict[str, Entries], expected: Unbroken) -> Iterable[str]:
-    """Windows that were not left out by all processes, or by none."""
+    """Reports windows that only some of the processes skipped."""
     for window, update in enumerate(expected.updates):
         decided = {"applied": window, "bits": expected.digest(window), "update": not update}
         wrong = [name for name, log in logs.items() if any(decided.items() <= entry.items() for entry in log)]
         if wrong:
             verb, instead = ("applied", "left out") if update else ("left out", "applied")
-            told = ", ".join(wrong)
-            yield f"window {window}: {verb} in the unbroken run, {instead} by {told}: the skip was not agreed on"
+            processes = ", ".join(wrong)
+            yield f"window {window}: {verb} in the unbroken run, {instead} by {processes}: the skip was not agreed on"
 
 
 def _refused(logs: dict[str, Entries]) -> Iterable[str]:
-    """Microbatches that two replicas have counted, and that the ledger of all did not name."""
+    """Reports microbatches that two replicas counted and the merged ledger did not name."""
     for generation in sorted({name.split("-")[0] for name in logs}):
         heard = {name: log for name, log in logs.items() if name.split("-")[0] == generation}
         struck = [(entry["struck"], entry["number"]) for log in heard.values() for entry in log if "struck" in entry]
@@ -179,7 +179,7 @@ def _refused(logs: dict[str, Entries]) -> Iterable[str]:
 
 
 def _bad_replicas(logs: dict[str, Entries], policy: str, skipped: Collection[int]) -> Iterable[str]:
-    """Bad replicas that were not found, that were found where there are none, or on which not all have agreed."""
+    """Reports bad replicas that were missed, good ones that were accused, and findings that differ by replica."""
     struck = [
         (name, entry["struck"], entry["kind"]) for name, log in logs.items() for entry in log if "struck" in entry
     ]
@@ -196,7 +196,7 @@ def _bad_replicas(logs: dict[str, Entries], policy: str, skipped: Collection[int
             rank, column, table = int(name.split("-")[2]), COLUMNS.index(KINDS[kind]), entry["table"]
             rows = {i for i, row in enumerate(table) if row[column]}
             others = {i for i, row in enumerate(table) if any(row) and i not in rows}
-            # Of two that differ nobody can say which is right; a microbatch is doubled by two; a stale window's may be.
+            # Of two that differ, neither is known to be right; a doubled microbatch involves two, and a stale one may.
             count = 2 if kind == "doubled" or (kind in ("shape", "flipped") and len(table) == 2) else 1
             told = f"replica {rank}: " in entry["told"] and entry["policy"] == policy
             if not told or rank not in rows or len(rows) != count or (others and kind != "stale"):
