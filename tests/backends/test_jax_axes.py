@@ -160,8 +160,8 @@ def all_reduces(program: Any, *arguments: Any) -> tuple[int, int]:
     for line in program.lower(*arguments).compile().as_text().splitlines():
         if line.endswith("{") and not line.startswith(" "):
             entry = line.startswith("ENTRY")
-        found = len(re.findall(r" all-reduce(?:-start)?\(", line))
-        once, repeated = once + found * entry, repeated + found * (not entry)
+        count = len(re.findall(r" all-reduce(?:-start)?\(", line))
+        once, repeated = once + count * entry, repeated + count * (not entry)
     return once, repeated
 
 

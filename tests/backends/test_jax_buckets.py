@@ -67,11 +67,11 @@ def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[li
     return jax.jit(jax.shard_map(one, mesh=mesh, **specs, check_vma=False))
 
 
-def same_bits(found: Any, expected: Any) -> None:
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
+def same_bits(received: Any, expected: Any) -> None:
+    received, expected = np.asarray(received), np.asarray(expected)
+    assert received.dtype == expected.dtype
+    assert received.shape == expected.shape
+    assert received.tobytes() == expected.tobytes()
 
 
 WAYS = pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_sums_and_stacks_have_the_bits_of_leaves_that_go_alone(way: str) -> None
 
 def collectives(compiled: Any) -> dict[str, list[int]]:
     """Collective operations of a compiled program, by name: the number of arrays in each."""
-    found: dict[str, list[int]] = {}
+    operands_by_kind: dict[str, list[int]] = {}
     # An asynchronous collective is a pair of instructions: count its start only.
     pattern = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\((.*?)\)[,\s]"
     for kind, operands in re.findall(pattern, compiled.as_text()):
-        found.setdefault(kind, []).append(operands.count("%"))
-    return found
+        operands_by_kind.setdefault(kind, []).append(operands.count("%"))
+    return operands_by_kind
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +176,9 @@ COUNTS = np.int32([[1, -1, 2**31 - 1, -(2**31), 2**11, 0], [2, -3, 1, -1, 2**22 
 def test_counts_beside_floats_are_exact(way: str) -> None:
     received = mapped(AXIS.all_sum, way)([np.float32([[1], [2], [3], [4]]), *COUNTS.T])
     same_bits(received[0], np.float32([[10]] * N))
-    for column, found in zip(COUNTS.T, received[1:], strict=True):
+    for column, result in zip(COUNTS.T, received[1:], strict=True):
         wrapped = (sum(map(int, column)) + 2**31) % 2**32 - 2**31
-        same_bits(found, np.full(N, wrapped, np.int32))
+        same_bits(result, np.full(N, wrapped, np.int32))
 
 
 @pytest.mark.parametrize("reduction", [reductions.sum(), reductions.mean()], ids=["sum", "mean"])
@@ -190,5 +190,5 @@ def test_accumulators_weight_and_count_are_one_exchange(reduction: Any, mesh: An
         return gc.all_reduce(reduction, x, over=AXIS, weight=1 + jax.lax.axis_index("data"))
 
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()))
-    found = collectives(run.lower(np.ones((N, 100_000), np.float32)).compile())
-    assert {kind: len(calls) for kind, calls in found.items()} == {"all-reduce": 1}
+    exchanges = collectives(run.lower(np.ones((N, 100_000), np.float32)).compile())
+    assert {kind: len(calls) for kind, calls in exchanges.items()} == {"all-reduce": 1}

@@ -90,7 +90,7 @@ def required(function: Callable[..., Any]) -> list[str]:
 
 def public() -> dict[str, Any]:
     """Public functions and classes that users call, by name; re-exported ones once."""
-    found: dict[Any, str] = {}
+    qualified: dict[Any, str] = {}
     for module in PUBLIC:
         space = vars(importlib.import_module(module))
         names = space.get("__all__") or [
@@ -98,8 +98,8 @@ def public() -> dict[str, Any]:
         ]
         for name in names:
             if name not in _INNER and callable(x := space[name]) and not _is_record(x):
-                found.setdefault(x, f"{module}.{name}")
-    return {name.removeprefix("gradcombine."): x for x, name in found.items()}
+                qualified.setdefault(x, f"{module}.{name}")
+    return {name.removeprefix("gradcombine."): x for x, name in qualified.items()}
 
 
 def _is_record(x: Any) -> bool:

@@ -202,26 +202,26 @@ def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np
 
     along = [tf.constant(ALONG_X), tf.constant(ALONG_W)]
 
-    def loss(*given: Any) -> Any:
-        leaves = tf.nest.flatten(place(reduction, *given))
+    def loss(*inputs: Any) -> Any:
+        leaves = tf.nest.flatten(place(reduction, *inputs))
         return tf.add_n([tf.reduce_sum(y * y * tf.constant(SCALES, tf.float32)) for y in leaves])
 
     def slope(function: Any) -> Any:
-        def call(*given: Any) -> Any:
+        def call(*inputs: Any) -> Any:
             with tf.GradientTape() as tape:
-                tape.watch(given)
-                result = function(*given)
+                tape.watch(inputs)
+                result = function(*inputs)
             # In some reductions, weights only select contributions.
-            gradients: Any = tape.gradient(result, given, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            gradients: Any = tape.gradient(result, inputs, unconnected_gradients=tf.UnconnectedGradients.ZERO)
             return tf.add_n([tf.reduce_sum(g * u) for g, u in zip(gradients, along, strict=True)])
 
         return call
 
-    given = [tf.constant(x), tf.constant(W)]
-    with tf.autodiff.ForwardAccumulator(given, along) as accumulator:
-        result = wrap(loss)(*given)
-    first = [wrap(slope(loss))(*given), accumulator.jvp(result)]
-    return [list(map(float, order)) for order in (first, [wrap(slope(slope(loss)))(*given)])]
+    inputs = [tf.constant(x), tf.constant(W)]
+    with tf.autodiff.ForwardAccumulator(inputs, along) as accumulator:
+        result = wrap(loss)(*inputs)
+    first = [wrap(slope(loss))(*inputs), accumulator.jvp(result)]
+    return [list(map(float, order)) for order in (first, [wrap(slope(slope(loss)))(*inputs)])]
 
 
 def check(received: list[list[float]], expected: tuple[float, float]) -> None:
@@ -241,7 +241,7 @@ JAX_PLACES: dict[str, Callable[[], Any]] = {
 }
 JAX_STATES: dict[str, Callable[[], Any]] = {
     "time": lambda: over_time,
-    "time, order tree": lambda: lambda *given: over_time(*given, order="tree"),
+    "time, order tree": lambda: lambda *inputs: over_time(*inputs, order="tree"),
     "scan": lambda: scanned,
     "merge": lambda: merged,
     "merge_replicas": lambda: over_replicas("shard_map", through_a_state=True),
@@ -401,11 +401,11 @@ def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
 def test_a_derivative_through_integers_is_refused_in_tensorflow(wrap: str, of: str) -> None:
     import tensorflow as tf
 
-    def gradient(*given: Any) -> Any:
+    def gradient(*inputs: Any) -> Any:
         with tf.GradientTape() as tape:
-            tape.watch(given[of == "weights"])
-            result = tf.reduce_sum(over_time(EXACT["mean"], *given))
-        return tape.gradient(result, given[of == "weights"])
+            tape.watch(inputs[of == "weights"])
+            result = tf.reduce_sum(over_time(EXACT["mean"], *inputs))
+        return tape.gradient(result, inputs[of == "weights"])
 
     with pytest.raises(gc.GradCombineError, match=r"mean: expected reductions\.differentiable"):
         TF_WRAPS[wrap]()(gradient)(tf.constant(X), tf.constant(W))
@@ -449,8 +449,8 @@ def test_exact_over_the_replicas_of_tensorflow() -> None:
     def own(context: Any) -> Any:
         return [tf.constant(a[context.replica_id_in_sync_group]) for a in (X, W, ALONG_X, ALONG_W)]
 
-    given = strategy.experimental_distribute_values_from_function(own)
-    received = tf.function(lambda given: strategy.run(slope, given))(given)
+    inputs = strategy.experimental_distribute_values_from_function(own)
+    received = tf.function(lambda inputs: strategy.run(slope, inputs))(inputs)
     total_slope = sum(float(x) for x in strategy.experimental_local_results(received))
     np.testing.assert_allclose(total_slope, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
 

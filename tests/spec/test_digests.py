@@ -139,8 +139,8 @@ def test_each_code_of_narrow_floats() -> None:
     codes["float4_e2m1fn"] = np.arange(16, dtype=np.uint8)
     floats = {name: code.view(getattr(ml_dtypes, name)) for name, code in codes.items()}
     answer = [expected(codes[name]) for name in sorted(codes)]
-    for found in (gc.digest(floats), gc.digest(jax.device_put(floats)), jax.jit(gc.digest)(floats)):
-        assert found.tolist() == answer
+    for received in (gc.digest(floats), gc.digest(jax.device_put(floats)), jax.jit(gc.digest)(floats)):
+        assert received.tolist() == answer
 
 
 def test_narrow_integers_are_those_of_8_bits() -> None:
@@ -177,8 +177,8 @@ def test_changes_that_cancel_in_a_sum_of_bits_do_not_here() -> None:
 
 def test_sparse_leaves_have_two_digests_and_absent_ones_none() -> None:
     rows = sparse.row_sparse(np.int32([2, 0]), np.float32([[1], [5]]), rows=3)
-    found = gc.digest({"table": rows, "frozen": None, "w": np.float32([3])})
-    assert found.tolist() == [expected(x) for x in (rows.indices, rows.values, np.float32([3]))]
+    received = gc.digest({"table": rows, "frozen": None, "w": np.float32([3])})
+    assert received.tolist() == [expected(x) for x in (rows.indices, rows.values, np.float32([3]))]
     assert gc.digest({"frozen": None}).shape == (0, 2)
 
 

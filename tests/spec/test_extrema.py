@@ -37,12 +37,12 @@ def wanted(name: str, a: Any, b: Any) -> float:
 
 def picked(env: modes.Env, data: Any) -> Any:
     """Picks from a list, in which a traced weight of 0 keeps the bits, and over the mode's replicas."""
-    found = {}
+    results = {}
     for name in NAMES:
         reduction = getattr(reductions, name)()
         listed = gc.combine(reduction, [*rows(data["x"]), data["x"][0]], [1, data["one"], data["zero"]])
-        found[name] = gc.all_reduce(reduction, listed, over=env.collective)
-    return found
+        results[name] = gc.all_reduce(reduction, listed, over=env.collective)
+    return results
 
 
 QUICK = {

@@ -51,10 +51,10 @@ def data_of(n: int) -> list[Any]:
     ]
 
 
-def exchanged(wire: Any, given: list[np.ndarray], in_parts: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+def exchanged(wire: Any, inputs: list[np.ndarray], in_parts: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     """The received sum and each replica's residual, computed with float64 roundings."""
-    n = len(given)
-    rows = [x.reshape(n if in_parts else 1, -1) for x in given]
+    n = len(inputs)
+    rows = [x.reshape(n if in_parts else 1, -1) for x in inputs]
     sent = [rounded(wire, x) for x in rows]
     left = [x - y for x, y in zip(rows, sent, strict=True)]
     for x, y, error in zip(rows, sent, left, strict=True):  # without rounding
@@ -82,8 +82,8 @@ def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:
     for name in NAMES:
         left = [np.zeros(SHAPE, np.float32)] * n
         for window in range(2):
-            given = [r + x["w"][2 * window] + x["w"][2 * window + 1] for r, x in zip(left, data, strict=True)]
-            total, left = exchanged(WIRES[name], given, in_parts=n > 2)
+            inputs = [r + x["w"][2 * window] + x["w"][2 * window + 1] for r, x in zip(left, data, strict=True)]
+            total, left = exchanged(WIRES[name], inputs, in_parts=n > 2)
             for result, residual in zip(results, left, strict=True):
                 np.testing.assert_array_equal(result[name][window]["value"], total)
                 np.testing.assert_array_equal(result[name][window]["residual"], residual)
@@ -146,8 +146,8 @@ def test_a_window_after_an_exact_exchange_begins_with_minus_0(n: int) -> None:
         state = gc.merge_replicas(FED["bfloat16"], acc.update(x, acc.init(x)), over)
         return acc.update(-0.0 * x, state).levels[0].state.value
 
-    given = np.arange(1, 1 + n * 6).reshape(n, 2, 3).astype(np.float32) % 8 + 1
-    assert np.signbit(jax.vmap(two_windows, axis_name="data")(given)).all()
+    grads = np.arange(1, 1 + n * 6).reshape(n, 2, 3).astype(np.float32) % 8 + 1
+    assert np.signbit(jax.vmap(two_windows, axis_name="data")(grads)).all()
 
 
 def test_a_residual_is_saved(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_training_step_keeps_the_residual() -> None:
     )(data)
     left = [np.zeros(SHAPE, np.float32)] * n
     for window, updates in enumerate((first, second)):
-        given = [r + x[2 * window] + x[2 * window + 1] for r, x in zip(left, data, strict=True)]
-        total, left = exchanged(WIRES["8 bits"], given, in_parts=True)
+        inputs = [r + x[2 * window] + x[2 * window + 1] for r, x in zip(left, data, strict=True)]
+        total, left = exchanged(WIRES["8 bits"], inputs, in_parts=True)
         np.testing.assert_array_equal(updates, np.stack([-total] * n))
     np.testing.assert_array_equal(residual, np.stack(left))

@@ -71,8 +71,8 @@ def test_one_pass_has_the_bits_of_many(mode: modes.Mode, program: Lists) -> None
 
 def test_a_missing_gradient_keeps_its_place_in_the_tree() -> None:
     trees = [{"x": None if i == 1 else x} for i, x in enumerate(VALUES[:4])]
-    found = gc.combine(gc.reductions.sum(), trees, order="tree")["x"]
-    np.testing.assert_array_equal(found, VALUES[0] + (VALUES[2] + VALUES[3]))
+    received = gc.combine(gc.reductions.sum(), trees, order="tree")["x"]
+    np.testing.assert_array_equal(received, VALUES[0] + (VALUES[2] + VALUES[3]))
 
 
 @pytest.mark.needs("tensorflow")

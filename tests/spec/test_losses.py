@@ -212,9 +212,9 @@ def test_lengths_of_any_size_are_right_to_rounding() -> None:
         (losses.sequence_mean_of_token_sum(values, mask), np.mean([values[i][mask[i]].sum() for i in rows])),
         (losses.group_mean(values, groups, mask), np.mean([np.mean([means[i] for i in of]) for of in by_group])),
     ]
-    for found, truth in cases:
-        assert found.numerator.dtype == np.float64
-        np.testing.assert_allclose(gc.combine(ratio(), [found]), truth, rtol=1e-14)
+    for received, truth in cases:
+        assert received.numerator.dtype == np.float64
+        np.testing.assert_allclose(gc.combine(ratio(), [received]), truth, rtol=1e-14)
 
 
 @pytest.mark.needs("jax")
@@ -253,20 +253,20 @@ def test_a_batch_of_unknown_size() -> None:
         return losses.group_mean(values, groups, mask)
 
     data = divided(1, False)[0]
-    found = loss(*map(tf.constant, (data["values"], data["mask"], data["groups"])))
-    assert float(gc.combine(ratio(), [found])) == expected()["group mean"]
+    received = loss(*map(tf.constant, (data["values"], data["mask"], data["groups"])))
+    assert float(gc.combine(ratio(), [received])) == expected()["group mean"]
 
 
 def test_nothing_at_all_is_zero() -> None:
     values, none = np.full((2, 3), np.nan, np.float32), np.zeros((2, 3), bool)
-    for found in (
+    for received in (
         losses.token_mean(values, none),
         losses.sequence_mean_of_token_mean(values, none),
         losses.sequence_mean_of_token_sum(values, none),
         losses.group_mean(values, np.zeros(2, int), none),
     ):
-        assert (found.numerator, found.denominator) == (0, 0)
-        assert gc.combine(ratio(), [found]) == 0
+        assert (received.numerator, received.denominator) == (0, 0)
+        assert gc.combine(ratio(), [received]) == 0
 
 
 ONES = np.ones((2, 3), np.float32)

@@ -125,8 +125,8 @@ def sums(env: modes.Env, data: Any) -> Any:
 
 def means(env: modes.Env, data: Any) -> Any:
     chosen = [*map(reductions.mean, PRECISIONS), reductions.moments()]
-    *found, moments = (gc.combine(r, rows(data["x"]), rows(data["weights"])) for r in chosen)
-    return [*found, *moments]
+    *values, moments = (gc.combine(r, rows(data["x"]), rows(data["weights"])) for r in chosen)
+    return [*values, *moments]
 
 
 QUICK_REFUSED = [
@@ -223,8 +223,8 @@ def test_a_known_integer_that_may_be_left_out_stays_whole(weight: int) -> None:
     import jax
 
     mean = reductions.zeroed(MEAN)
-    found = jax.jit(lambda a, b: gc.combine(mean, [a, b], [weight, 3]))(np.float32([1]), np.float32([0]))
-    assert float(found[0]) == rounded(Fraction(weight, weight + 3))
+    received = jax.jit(lambda a, b: gc.combine(mean, [a, b], [weight, 3]))(np.float32([1]), np.float32([0]))
+    assert float(received[0]) == rounded(Fraction(weight, weight + 3))
 
 
 @pytest.mark.needs("jax")

@@ -134,8 +134,8 @@ def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
     x[1:, -1] = np.float32([LARGEST, -LARGEST])[np.arange(replicas - 1) % 2]
     expected = [gc.combine(r, list(x), [LONG] * replicas) for r in (FEW, reductions.sum("exact"))]
     for result in modes.get("jax_vmap").run(long_weights, list(x))[:: replicas - 1]:
-        for found, other in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(exact.bits(found), exact.bits(other))
+        for received, other in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(exact.bits(received), exact.bits(other))
 
 
 @no_autograph
@@ -154,8 +154,8 @@ def test_settled_words_of_4096_replicas() -> None:
         state = MANY.merge(state, state)
     expected = parts(state.value), parts(state.weight), state.count
     for result in modes.get("jax_vmap").run(settled, [x] * 4096)[::4095]:
-        for found, other in zip(result, expected, strict=True):
-            np.testing.assert_array_equal(found, other)
+        for received, other in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(received, other)
 
 
 @pytest.mark.needs("jax")

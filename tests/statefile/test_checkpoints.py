@@ -144,14 +144,14 @@ def test_a_window_of_another_length_loses_nothing(
     """A window of at least the new length ends with the next microbatch; a shorter one continues."""
     reduction = LEDGERS[8] if ledger else SUM
     state, update = through(tmp_path, way, (before, reduction), (after, reduction), begun)
-    found, options = [], {}
+    received, options = [], {}
     for k in range(begun, 8):
         if ledger:
             options["number"] = k
         updates, state = update({"w": jnp.float32(k)}, state, PARAMS, weight=1 + k, **options)
         if state.applied:
-            found.append(float(updates["w"]))
-    assert found == applied
+            received.append(float(updates["w"]))
+    assert received == applied
 
 
 @WAYS
