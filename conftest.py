@@ -59,6 +59,8 @@ pytest_plugins = ["tests.spec.closing"]
 AS_USERS_DO = (
     "tests/backends",
     "tests/foreign_orders",
+    "tests/integrations/optax/test_multi_steps_bits.py",
+    "tests/multi_process",
     "tests/spec",
     "tests/verify/origin",
     "tests/verify/steps/test_right.py",
