@@ -138,6 +138,9 @@ _MAX_COMPRESSION = 1 << 16
 _MOST_LEVELS = 100
 """Limit of nested groups. Keras' files have a few levels."""
 
+_MOST_LINKS = 16
+"""HDF5's default limit of links in one path."""
+
 
 def _read_hdf5(path: Path) -> Dump:
     """The datasets of an HDF5 file by path. The file stays open as long as one of its entries exists.
@@ -155,22 +158,15 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
     seen.add(group.id)
     for key in group:
         name, link = prefix + key, group.get(key, getlink=True)
-        if isinstance(link, h5py.ExternalLink):
-            file = path.parent / link.filename
-            if not file.is_file() or not _is_beside(file, path):
-                reason = "is elsewhere" if file.is_file() else "does not exist"
-                yield unread(name, f"a link to another file, {link.filename}, which {reason}")
-                continue
+        if reason := _forbidden(path, group, key, set()):
+            yield unread(name, reason)
+            continue
         try:
             node = group[key]
         except (KeyError, RuntimeError, OSError):
             if isinstance(link, h5py.HardLink):
                 raise
             yield unread(name, "a dangling link, or one that leads to itself")
-            continue
-        if not isinstance(link, h5py.HardLink) and not _is_beside(Path(node.file.filename), path):
-            # A soft link can pass through an external one.
-            yield unread(name, f"a link to another file, {node.file.filename}, which is elsewhere")
             continue
         if isinstance(node, h5py.Dataset):
             yield _hdf5_entry(name, node)
@@ -183,6 +179,39 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
             yield unread(name, f"a group nested in more than {_MOST_LEVELS} others")
         else:
             yield from _hdf5_entries(path, node, f"{name}/", seen)
+
+
+def _forbidden(path: Path, group: Any, key: str, seen: set[Any]) -> str:
+    """Why a link may not be followed, empty if it may: it leads to a file elsewhere, which must not even be opened.
+
+    HDF5 resolves a chain of links in one call, and would wait forever for a FIFO among their files.
+    """
+    import h5py
+
+    link, here = group.get(key, getlink=True), (group.file.filename, group.name, key)
+    if not isinstance(link, (h5py.ExternalLink, h5py.SoftLink)) or here in seen:
+        return ""
+    seen.add(here)
+    if len(seen) > _MOST_LINKS:
+        return f"a chain of more than {_MOST_LINKS} links"
+    node: Any = group
+    try:
+        if isinstance(link, h5py.ExternalLink):
+            file = path.parent / link.filename
+            if not file.is_file() or not _is_beside(file, path):
+                reason = "is elsewhere" if file.is_file() else "does not exist"
+                return f"a link to another file, {link.filename}, which {reason}"
+            node = h5py.File(file)
+        node = node["/"] if link.path.startswith("/") else node
+        for part in filter(None, link.path.split("/")):
+            if reason := _forbidden(path, node, part, seen):
+                return reason
+            node = node[part]
+            if not isinstance(node, h5py.Group):
+                return ""
+    except (KeyError, RuntimeError, OSError):  # dangling, circular, or a file that is not HDF5: opening it will raise
+        return ""
+    return ""
 
 
 def _hdf5_entry(name: str, node: Any) -> Entry:

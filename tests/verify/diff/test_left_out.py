@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,30 @@ LEFT_OUT = {
     tensorflow: {"text"},
     orbax: {"text", "x/y", "x.y"},
 }
+
+
+@pytest.mark.timeout(60)
+def test_no_chain_of_links_opens_a_file_elsewhere(tmp_path: Path) -> None:
+    """Opening the FIFO would never return."""
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    with h5py.File(tmp_path / "in" / "b.h5", "w") as file:
+        file["w"] = ONES
+        file["far"] = h5py.ExternalLink("../fifo", "/w")
+        file["near"] = h5py.SoftLink("/w")
+    with h5py.File(tmp_path / "in" / "a.h5", "w") as file:
+        file["group/w"] = ONES
+        file["beside"] = h5py.ExternalLink("b.h5", "/near")
+        file["relative"] = h5py.SoftLink("group/w")
+        file["elsewhere"] = h5py.ExternalLink("../fifo", "/")
+        file["through"] = h5py.SoftLink("/elsewhere/w")
+        file["by another file"] = h5py.ExternalLink("b.h5", "/far")
+        for i in range(2_000):
+            file[f"chain/{i}"] = h5py.SoftLink(f"/chain/{i + 1}")
+        file["chain/2000"] = h5py.SoftLink("/elsewhere/w")
+    dump = open_dump(tmp_path / "in" / "a.h5")
+    assert {name for name, entry in dump.items() if not entry.unread} == {"group/w", "beside", "relative"}
+    assert len(dump) == 2_007
 
 
 @pytest.mark.parametrize("write", LEFT_OUT)
