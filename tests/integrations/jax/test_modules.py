@@ -91,7 +91,7 @@ def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
         assert jax.tree.structure(grads) == jax.tree.structure(expected)
         assert output.weight == MASK.sum()
         np.testing.assert_allclose(output.value, value, rtol=1e-5)
-        chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-7)
+        chex.assert_trees_all_close(grads, expected, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
@@ -222,7 +222,7 @@ def test_train_steps_take_equinox() -> None:
     updates, _ = tx.update(grads, opt_state)
     expected = eqx.apply_updates(expected, updates)
     assert model.activation is expected.activation
-    chex.assert_trees_all_close(arrays(model), arrays(expected), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(arrays(model), arrays(expected), rtol=2e-6, atol=1e-6)
 
 
 def test_requests_take_modules() -> None:
@@ -273,7 +273,8 @@ def test_optax_form() -> None:
     step(model, optimizer, X[:8])
     assert equal_bits(model.linear.kernel[...], before)
     step(model, optimizer, X[8:])
-    np.testing.assert_allclose(before - model.linear.kernel[...], 0.1 * whole["linear"]["kernel"][...], rtol=1e-4)
+    change = before - model.linear.kernel[...]  # the parameter below 1 was rounded by up to half a unit, 2**-25
+    np.testing.assert_allclose(change, 0.1 * whole["linear"]["kernel"][...], rtol=2e-6, atol=2**-24)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
