@@ -117,6 +117,14 @@ def total(reduction: Reduction, counter: BinaryCounter) -> State:
     return tree.unflatten(structure, merged)
 
 
+def sum_of_levels(stacked: Array, filled: Array) -> Array:
+    """The sum of the occupied levels of an array with a first axis of levels."""
+    backend = resolve([stacked, filled])
+    top = backend.shape(stacked)[0] - 1
+    bits = [*(backend.shift_right(filled, i) & 1 for i in range(top)), backend.cast(filled >= 2**top, INT32)]
+    return _sum(backend, [backend.slice_at(stacked, i) * bit for i, bit in enumerate(bits)])
+
+
 def _is_occupied(filled: int, i: int, top: int) -> bool:
     return filled >= 2**top if i == top else bool(filled >> i & 1)
 

@@ -1,4 +1,3 @@
-# pyright: standard
 """Detects faulty replicas, with the same result on all replicas, and handles them.
 
 Replicas that take different decisions deadlock in the next collective. So each replica reports its status in a few
@@ -10,8 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +33,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.resilience.ledger import ledgers_in
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State, Tree
+from gradcombine.types import AccumulateState, Array, Leaf, State, Tree
 
 __all__ = ["drop", "find", "require_none"]
 
@@ -288,12 +286,9 @@ def _doubled(backend: Backend, over: Collective, window: AccumulateState | None)
     """Whether this replica holds a microbatch that was counted more than once, by itself or another replica."""
     doubled = backend.full((), 0, dtypes.INT32)
     for node, filled in [] if window is None else ledgers_in(window.levels):
-        counter = None if filled is None else BinaryCounter(node.counts, filled)
-        own = backend.asarray(node.counts if counter is None else binary_counter.total(_COUNTS, counter))
+        counts = backend.asarray(node.counts)
+        own = counts if filled is None else binary_counter.sum_of_levels(counts, backend.asarray(filled))
         (total,) = over.all_sum([own])
         doubled = doubled + backend.cast(_count(backend, (own > 0) & (total > 1)) > 0, dtypes.INT32)
     return doubled > 0
 
-
-_COUNTS: Any = SimpleNamespace(name="faults.find", merge=lambda a, b: a + b, clear=lambda a: a * 0)
-"""Stands in for a reduction, to sum the levels of a binary counter of ledgers."""
