@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from gradcombine.errors import require_installed
-from gradcombine.reporting.sections import show
-from gradcombine.verify.suite import outcomes, places
+from gradcombine.verify.suite import frameworks, outcomes
 from gradcombine.verify.terminal import Files, Html, Json, errors, plain, progress
 
 REQUIRED = ("jax", "tensorflow", "optax")
@@ -21,8 +20,8 @@ def verify_command(
     json: Json = None,
     html: Html = None,
     replicas: Annotated[
-        int, typer.Option(help="Run with 2 and with this many replicas.", min=1, max=places.DEVICES)
-    ] = places.DEVICES,
+        int, typer.Option(help="Run with 2 and with this many replicas.", min=1, max=frameworks.DEVICES)
+    ] = frameworks.DEVICES,
     full: Annotated[
         bool,
         typer.Option("--full", help="Run with 1, 2, 4 ... --replicas, and shard_map without check_vma as well."),
@@ -45,18 +44,16 @@ def verify_command(
         require_installed("verify", *REQUIRED, extra="verify")
         files.require("verify")
     with progress("importing JAX and TensorFlow") as step:
-        places.prepare_devices()
+        frameworks.prepare_devices()
         from gradcombine.verify.suite import run  # imports JAX, which reads the prepared environment
 
         counter = itertools.count()
         report = run.verify(replicas, full, inject_fault, lambda name, steps: step(name, next(counter), steps))
 
-    verdict, passes, console = outcomes.verdict(report), not report.failed, Console()
-    show(console, f"{verdict} ({report.seconds:.0f} s)", passes, outcomes.sections(outcomes.summary(report)))
+    sections, content = outcomes.sections(report), outcomes.as_json(report)
+    files.write("gradcombine verify", outcomes.verdict(report), not report.failed, sections, content)
     for finding in report.failed:
         # Repeated at the end, where readers of a long output look.
-        line = f"  {finding.name}: expected {finding.promise}, measured {outcomes.measured(finding)}"
-        console.print(plain(line, "bold red"))
-    files.write_json(outcomes.as_json(report))
-    files.write_page("gradcombine verify", verdict, passes, outcomes.sections(report))
-    raise typer.Exit(0 if passes else 1)
+        line = f"  {finding.name}: expected {finding.promise}, measured {finding.measured}"
+        Console().print(plain(line, "bold red"))
+    raise typer.Exit(1 if report.failed else 0)

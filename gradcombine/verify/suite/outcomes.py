@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 from gradcombine.reporting.sections import Cells, Curves, Section
+from gradcombine.types import Tree
+from gradcombine.verify.compare.comparison import compare
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 
 BITS, BOUND, DIFFERS, CLEAN, NAMED = "bits", "bound", "differs", "clean", "named"
 """Expected outcomes: the reference's bits; a distance within the rounding bound; for contrast, a distance beyond
 the bound; a step without defects; for contrast, a step whose defect is reported.
 """
-
-LIST, TIME, REPLICAS, TIME_AND_REPLICAS = "list", "time", "replicas", "time x replicas"
-"""Places of a row: gradients are combined in a list, over time, over replicas, or over time and then replicas."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,36 @@ class Finding:
     def name(self) -> str:
         return f"{self.section}: {' / '.join(str(label) for label in self.labels.values())}"
 
+    @property
+    def measured(self) -> str:
+        """Result of the row, as a short text."""
+        if self.promise in (CLEAN, NAMED):
+            return self.promise if self.holds else {CLEAN: "defects", NAMED: "missed"}[self.promise]
+        if self.ulps is None:
+            return f"a ratio of {_number(self.share)}"
+        if self.equal or (self.promise == DIFFERS and self.holds):
+            return "equal bits" if self.equal else "differs"
+        if self.ulps == NAN_DISTANCE:
+            return "NaN"
+        return f"{self.ulps:,} ulp" if self.ulps else "sign of 0"
+
+
+def compared(
+    section: str, labels: dict[str, Any], promise: str, result: Tree, reference: Tree, share: float
+) -> Finding:
+    """The row of a result that promises `BITS`, `BOUND` or `DIFFERS`.
+
+    Args:
+      section, labels, promise: of the row.
+      result: trees of arrays.
+      reference: trees that the distances are measured from.
+      share: largest error divided by its bound; rows that promise bits have to keep to it as well.
+    """
+    difference = compare(result, reference)
+    relative = max(leaf.relative for leaf in difference.leaves)
+    holds = {BITS: difference.equal_bits and share <= 1, BOUND: share <= 1, DIFFERS: share > 1}[promise]
+    return Finding(section, labels, promise, holds, difference.max_ulp, relative, share, difference.equal_bits)
+
 
 class Report(NamedTuple):
     """Results of a verification.
@@ -72,33 +100,50 @@ class Report(NamedTuple):
 
 LOSSES = "Losses"
 
-_TITLES = {
-    "combine": "Combine: the same contributions in every place",
-    "full batch": "Full batch: microbatches of different sizes compared with one batch",
-    "kernels": "Kernels: the gradient of one batch in JAX compared with TensorFlow",
-    "training": "Training with accumulated gradients, in both frameworks",
-    "defects": "Defects: steps with a known defect, and a correct one, in check and audit",
-    "audit": "Audit: the library's steps, as compiled",
-}
+SUMMARY = (
+    "The gradients of a classifier, of microbatches of different sizes, are combined by NumPy, JAX and TensorFlow "
+    "in lists, over time, over replicas and both, eager and compiled, and compared bit by bit with one reference; "
+    "then the classifier is trained in both frameworks."
+)
 
-_NOTES = {
-    "combine": "=: equal to the bits of NumPy's list in the same order, for every number of replicas.\n"
+GRID = (
+    "Combine: the same contributions in every place",
+    "=: equal to the bits of NumPy's list in the same order, for every number of replicas.\n"
     "A number: where the framework's all-reduce determines the order, the largest distance from the exact mean, "
     "divided by the rounding bound; it passes up to 1. An empty cell: this mode has no such place.\n"
     "Two marks: from left to right, and in the canonical tree's order. both: over time, then over replicas.",
-    "full batch": "measured: the largest distance from the full batch's gradient, computed in one pass.\n"
-    "relative: to the leaf's largest element. of bound: divided by the rounding bound of both computations.\n"
-    "The mean of means is a contrast: it must differ by more than the bound.",
-    "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
-    "training": "ratio: the measured value divided by the allowed one. The losses of the windows are below.",
-    "defects": "`gradcombine check module:make_case` and `gradcombine audit module:make_step` analyze your steps.",
-    "audit": "One exchange per window, no unnecessary work or copies; `gradcombine audit` reports on any step.",
-}
-
-_DISTANCES = (
-    "measured: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
-    "of bound: the largest distance from the exact mean, divided by the rounding bound."
 )
+
+TABLES = {
+    "combine": (
+        "Combine, row by row",
+        "measured: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
+        "of bound: the largest distance from the exact mean, divided by the rounding bound.",
+    ),
+    "full batch": (
+        "Full batch: microbatches of different sizes compared with one batch",
+        "measured: the largest distance from the full batch's gradient, computed in one pass.\n"
+        "relative: to the leaf's largest element. of bound: divided by the rounding bound of both computations.\n"
+        "The mean of means is a contrast: it must differ by more than the bound.",
+    ),
+    "kernels": (
+        "Kernels: the gradient of one batch in JAX compared with TensorFlow",
+        "Nothing is combined here. In the combine above, NumPy's gradients are the input of all rows.",
+    ),
+    "defects": (
+        "Defects: steps with a known defect, and a correct one, in check and audit",
+        "`gradcombine check module:make_case` and `gradcombine audit module:make_step` analyze your steps.",
+    ),
+    "training": (
+        "Training with accumulated gradients, in both frameworks",
+        "ratio: the measured value divided by the allowed one. The losses of the windows are below.",
+    ),
+    "audit": (
+        "Audit: the library's steps, as compiled",
+        "One exchange per window, no unnecessary work or copies; `gradcombine audit` reports on any step.",
+    ),
+}
+"""Title and note of each section's table."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -106,60 +151,43 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def verdict(report: Report) -> str:
     """Summary in one sentence."""
     rows, failed = len(report.findings), len(report.failed)
-    return f"{failed} of {rows} rows fail." if failed else f"All {rows} rows hold."
+    result = f"{failed} of {rows} rows fail." if failed else f"All {rows} rows hold."
+    return f"{result} ({report.seconds:.0f} s)"
 
 
 def sections(report: Report) -> list[Section]:
     """Tables and charts: failures, all rows, losses, versions and settings."""
-
-    def table(row: Finding) -> tuple[str, str]:
-        return row.section, row.labels["framework"] if row.section == "combine" else ""
-
-    settings = [Cells((name, text)) for name, text in _flattened("", report.settings)]
-    settings.append(Cells(("seconds", f"{report.seconds:.0f}")))
-    failed = [Cells((row.name, row.promise, measured(row)), False) for row in report.failed]
+    versions = (
+        report.settings["versions"] | report.settings["libraries"] | {"python": report.settings["machine"]["python"]}
+    )
+    summary = f"{SUMMARY}\n{report.settings['date']}\n{report.settings['command']}\n{_text(versions)}"
+    settings = [Cells((name, _text(value))) for name, value in report.settings.items()]
+    failed = [Cells((row.name, row.promise, row.measured), False) for row in report.failed]
     return [
         *([Section("Failed", columns=("row", "expected", "measured"), rows=failed, whole=True)] if failed else []),
-        Section("Summary", _description(report)),
-        _grid(report),
-        *(_section(*key, list(rows)) for key, rows in groupby(report.findings, key=table)),
+        Section("Summary", summary),
+        _grid([row for row in report.findings if row.section == "combine"]),
+        *(_table(name, [row for row in report.findings if row.section == name]) for name in TABLES),
         *_losses(report.curves),
         Section("Versions and settings", columns=("", ""), rows=settings, folded=True),
     ]
 
 
-def summary(report: Report) -> Report:
-    """Shortens a report for the terminal: merges rows with the same result that differ in the number of replicas only.
-
-    Merged rows have the worst values. Relative distances of the combine, to which ulps are preferable, are left out.
-    """
-    return report._replace(findings=list(_merged(report.findings)))
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """The report as values that json can serialize."""
+    rows = [{"name": finding.name, **dataclasses.asdict(finding)} for finding in report.findings]
     return {
         "settings": report.settings,
         "seconds": round(report.seconds, 2),
         "failed": [finding.name for finding in report.failed],
-        "rows": [_row(finding) for finding in report.findings],
-        "curves": report.curves,
+        "rows": [{key: _finite(value) for key, value in row.items()} for row in rows],
+        "curves": {name: list(map(_finite, losses)) for name, losses in report.curves.items()},
     }
 
 
-def measured(finding: Finding) -> str:
-    """Result of a row, as a short text."""
-    if finding.equal:
-        return "equal bits"
-    if finding.promise == DIFFERS and finding.holds:
-        return "differs"
-    if finding.promise in (CLEAN, NAMED):
-        return finding.promise if finding.holds else {CLEAN: "defects", NAMED: "missed"}[finding.promise]
-    if finding.ulps == NAN_DISTANCE:
-        return "NaN"
-    if finding.ulps is None:
-        return f"a ratio of {_number(finding.share)}"
-    return "sign of 0" if finding.ulps == 0 else f"{finding.ulps:,} ulp"
+def _finite(value: Any) -> Any:
+    # JSON has no infinity and no NaN.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def blocks(values: Sequence[float], low: float, high: float) -> str:
@@ -168,83 +196,42 @@ def blocks(values: Sequence[float], low: float, high: float) -> str:
     >>> blocks([0.0, 0.5, 1.0, float("nan")], 0.0, 1.0)
     '▁▅█!'
     """
-    return "".join(_block(value, low, high) for value in values)
+    scale = len(_BLOCKS) / (high - low) if high > low else 0.0
+    levels = [(value - low) * scale if math.isfinite(value) else math.nan for value in values]
+    return "".join("!" if math.isnan(x) else _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(x)))] for x in levels)
 
 
-def _description(report: Report) -> str:
-    """Description of the verification, with date, command and versions."""
-    settings = report.settings
-    python = {name: version for name, version in settings.get("machine", {}).items() if name == "python"}
-    installed = settings["versions"] | settings.get("libraries", {}) | python
-    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
-    return (
-        "The gradients of a classifier, of microbatches of different sizes, are combined by NumPy, JAX and TensorFlow "
-        "in lists, over time, over replicas and both, eager and compiled, and compared bit by bit with one reference; "
-        "then the classifier is trained in both frameworks.\n"
-        + "\n".join(text for text in (settings.get("date"), settings.get("command"), versions) if text)
-    )
+def _table(section: str, findings: Sequence[Finding]) -> Section:
+    """Table of a section's rows; that of the combine, which the grid summarizes, is folded."""
+    columns = (*(findings[0].labels if findings else ()), "expected", "measured", "relative", "of bound", "")
+    rows: list[Cells] = []
+    for row in findings:
+        # Without a reference, the share is the result itself.
+        distance = (_number(row.relative), _number(row.share)) if row.ulps is not None else ("", "")
+        cells = (*map(str, row.labels.values()), row.promise, row.measured, *distance, "ok" if row.holds else "no")
+        rows.append(Cells(cells, row.holds))
+    return Section(*TABLES[section], columns=columns, rows=rows, whole=True, folded=section == "combine")
 
 
-def _section(name: str, framework: str, findings: Sequence[Finding]) -> Section:
-    results = ("ratio",) if name == "training" else ("measured", "relative", "of bound")
-    labels = [label for label in findings[0].labels if not (framework and label == "framework")]
-    title, note = (f"Combine in {framework}", _DISTANCES) if framework else (_TITLES[name], _NOTES[name])
-    cells = [_cells(row, labels) for row in findings]
-    folded = bool(framework) and all(row.holds for row in findings)
-    return Section(title, note, columns=(*labels, "expected", *results, ""), rows=cells, whole=True, folded=folded)
-
-
-def _cells(row: Finding, labels: Sequence[str]) -> Cells:
-    # The result of a training row is the ratio itself.
-    results = (measured(row), _number(row.relative)) if row.section != "training" else ()
-    mark = "ok" if row.holds else "no"
-    texts = (str(row.labels[label]) for label in labels)
-    return Cells((*texts, row.promise, *results, _number(row.share), mark), row.holds)
-
-
-def _grid(report: Report) -> Section:
+def _grid(findings: Sequence[Finding]) -> Section:
     """Table with a row for each mode and a column for each place; cells have a mark for each order of addition."""
     cells: dict[tuple[str, str, str], list[Finding]] = {}
-    for row in report.findings:
-        if row.section == "combine":
-            labels = row.labels
-            place = "both" if labels["place"] == TIME_AND_REPLICAS else labels["place"]
-            cells.setdefault((f"{labels['framework']} {labels['mode']}", place, labels["order"]), []).append(row)
-    modes, columns, orders = (list(dict.fromkeys(key[side] for key in cells)) for side in range(3))
+    for row in findings:
+        framework, mode, place, _, order = row.labels.values()
+        cells.setdefault((f"{framework} {mode}", "both" if " x " in place else place, order), []).append(row)
+    modes, places, orders = (list(dict.fromkeys(key[axis] for key in cells)) for axis in range(3))
     rows: list[Cells] = []
     for mode in modes:
-        by_column = [[cells.get((mode, column, order), []) for order in orders] for column in columns]
-        marks = ("\N{NO-BREAK SPACE}".join(filter(None, map(_mark, by_order))) for by_order in by_column)
-        rows.append(Cells((mode, *marks), all(x.holds for by_order in by_column for each in by_order for x in each)))
-    return Section(_TITLES["combine"], _NOTES["combine"], columns=("", *columns), rows=rows, whole=True)
+        marks = [[_mark(cells[mode, x, order]) for order in orders if (mode, x, order) in cells] for x in places]
+        rows.append(Cells((mode, *map("\N{NO-BREAK SPACE}".join, marks)), not any("no" in each for each in marks)))
+    return Section(*GRID, columns=("", *places), rows=rows, whole=True)
 
 
 def _mark(rows: Sequence[Finding]) -> str:
     """Worst result of rows that differ in their number of replicas."""
-    if not rows:
-        return ""
     if not all(row.holds for row in rows):
         return "no"
     return "=" if all(row.equal for row in rows) else _number(max(row.share or 0.0 for row in rows))
-
-
-def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
-    def key(finding: Finding) -> tuple[object, ...]:
-        others = [value for name, value in finding.labels.items() if name != "replicas"]
-        return (finding.section, *others, finding.promise, finding.holds, finding.equal or finding.promise == BOUND)
-
-    for _, group in groupby(findings, key=key):
-        rows = list(group)
-        labels = dict(rows[0].labels)
-        if "replicas" in labels:
-            labels["replicas"] = " ".join(str(row.labels["replicas"]) for row in rows)
-        worst = {
-            measure: max((getattr(row, measure) for row in rows if getattr(row, measure) is not None), default=None)
-            for measure in ("ulps", "relative", "share")
-        }
-        if rows[0].section == "combine":
-            worst["relative"] = None
-        yield dataclasses.replace(rows[0], labels=labels, equal=all(row.equal for row in rows), **worst)
 
 
 def _losses(curves: Mapping[str, Sequence[float]]) -> list[Section]:
@@ -267,28 +254,13 @@ def _losses(curves: Mapping[str, Sequence[float]]) -> list[Section]:
     ]
 
 
-def _flattened(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _text(value: Any) -> str:
+    """Formats a setting."""
     if isinstance(value, dict):
-        for key, inner in cast("dict[str, Any]", value).items():
-            yield from _flattened(f"{name}: {key}" if name else str(key), inner)
-    else:
-        values = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else (value,)
-        yield name, " ".join(map(str, values))
-
-
-def _row(finding: Finding) -> dict[str, Any]:
-    row = {"name": finding.name} | dataclasses.asdict(finding)
-    # JSON has no infinity and no NaN.
-    return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+        return ", ".join(f"{name} {_text(inner)}" for name, inner in cast("dict[str, Any]", value).items())
+    return " ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
 
 
 def _number(value: float | None) -> str:
     """Formats a number with two digits; empty for None."""
     return "" if value is None else f"{value:.2g}"
-
-
-def _block(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return "!"
-    fraction = (value - low) / (high - low) if high > low else 0.0
-    return _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(fraction * len(_BLOCKS))))]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,87 +18,60 @@ import gradcombine as gc
 from gradcombine.audit import Audit, audit
 from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate
-from gradcombine.types import AccumulateState, Array, Order, Tree
-from gradcombine.verify.suite.classifier import PIXELS, Batch, initial_parameters
-from gradcombine.verify.suite.frameworks import RATE, ROWS, STEPS_EVERY, Framework, Window, eager, exported
-from gradcombine.verify.suite.outcomes import TIME
-from gradcombine.verify.suite.places import MEAN, Contributions
+from gradcombine.types import AccumulateState, Array, Scalar, Tree
+from gradcombine.verify.suite.classifier import CLASSES, PIXELS, Batch, initial_parameters
+from gradcombine.verify.suite.combine import ANY_REPLICAS, TIME, Contributions, Framework, Mode, Program
+from gradcombine.verify.suite.frameworks import RATE, ROWS, STEPS_EVERY
 
 
-def _in_scan(order: Order, inputs: Contributions) -> list[Tree]:
-    @jax.jit
-    def run(values: Tree, weights: jax.Array) -> Tree:
-        accumulator, state = _scan(values, weights, order)
-        return accumulator.value(state)
-
-    return [exported(run(*inputs.stacked(len(inputs.weights))))]
-
-
-def _scan(values: Tree, weights: jax.Array, order: Order) -> Window:
-    accumulator = gc.accumulate(MEAN, every=len(weights), order=order)
-    initial = accumulator.init(jax.tree.map(lambda value: value[0], values))
-
+def _scan(accumulator: gc.Accumulator, values: Sequence[Tree], weights: Sequence[Scalar]) -> AccumulateState:
     def step(state: AccumulateState, contribution: tuple[Tree, Array]) -> tuple[AccumulateState, None]:
         return accumulator.update(contribution[0], state, contribution[1]), None
 
-    return accumulator, lax.scan(step, initial, (values, weights))[0]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(values, weights, strict=True))
+    return lax.scan(step, accumulator.init(values[0]), stacked)[0]
 
 
-def _pmap(function: Callable[..., Tree], count: int, stacked: tuple[Tree, np.ndarray]) -> list[Tree]:
-    return _by_rank(jax.pmap(function, "data", devices=jax.devices()[:count])(*stacked), count)
+def _pmap(program: Program, count: int, blocks: Contributions) -> list[Tree]:
+    return _by_rank(jax.pmap(program, "data", devices=jax.devices()[:count])(*blocks), count)
 
 
-def _shard_map(
-    check_vma: bool, function: Callable[..., Tree], count: int, stacked: tuple[Tree, np.ndarray]
-) -> list[Tree]:
+def _shard_map(check_vma: bool, program: Program, count: int, blocks: Contributions) -> list[Tree]:
     def local(*blocks: Tree) -> Tree:
-        result = function(*jax.tree.map(lambda block: block[0], blocks))
+        result = program(*jax.tree.map(lambda block: block[0], blocks))
         return jax.tree.map(lambda leaf: leaf[None], result)
 
     mesh = Mesh(np.array(jax.devices()[:count]), ("data",))
     # Results are stacked by replica, so that each replica's result is checked.
     spec = PartitionSpec("data")
     sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
-    return _by_rank(jax.jit(sharded)(*stacked), count)
+    return _by_rank(jax.jit(sharded)(*blocks), count)
 
 
 def _by_rank(stacked: Tree, count: int) -> list[Tree]:
-    results = exported(stacked)
-    return [{name: result[rank] for name, result in results.items()} for rank in range(count)]
+    return [{name: result[rank] for name, result in stacked.items()} for rank in range(count)]
 
 
-JAX = Framework(
-    "jax",
-    jnp.asarray,
-    {"eager": eager, "jit": jax.jit},
-    {"pmap": _pmap, "shard_map": partial(_shard_map, True), "shard_map, no vma": partial(_shard_map, False)},
-    gc.jax_axis("data"),
-    _scan,
-    {("scan", TIME): _in_scan},
-    frozenset({"shard_map, no vma"}),
-)
-
-
-def _loss(parameters: Mapping[str, Array], images: jax.Array, labels: jax.Array) -> jax.Array:
-    hidden = jnp.tanh(images @ parameters["w1"] + parameters["b1"])
-    logits = hidden @ parameters["w2"] + parameters["b2"]
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
+def _loss(parameters: Mapping[str, Array], images: jax.Array, targets: jax.Array) -> jax.Array:
+    residual = images @ parameters["w"] + parameters["b"] - targets
+    return (residual**2).sum(axis=1).mean() / 2
 
 
 @jax.jit
-def measure(parameters: dict[str, Array], batch: Batch) -> dict[str, Array]:
+def _measure(parameters: Mapping[str, Array], batch: Batch) -> dict[str, Array]:
     value, gradients = jax.value_and_grad(_loss)(parameters, *batch)
     return gradients | {"loss": value}
 
 
-def audited(replicas: int) -> dict[str, Audit]:
+def _audited(replicas: int) -> dict[str, list[str]]:
     """Audits the library's steps, and `optax.MultiSteps`, which runs the optimizer in every call."""
-    return {
+    audits = {
         "a window in one call": _step(replicas, microbatches=STEPS_EVERY, over=gc.jax_axis("data")),
         "a microbatch in each call": _step(replicas, every=STEPS_EVERY),
         "accumulate": _transformation(accumulate(optax.adam(RATE), STEPS_EVERY)),
         "optax.MultiSteps": _transformation(optax.MultiSteps(optax.adam(RATE), STEPS_EVERY)),
     }
+    return {name: [finding.name for finding in report.findings] for name, report in audits.items()}
 
 
 def _step(replicas: int, **settings: Any) -> Audit:
@@ -111,7 +84,7 @@ def _step(replicas: int, **settings: Any) -> Audit:
     step = train_step(lambda params, batch: _loss(params, *batch), optax.adam(RATE), **settings)
     parameters = initial_parameters()
     rows = replicas * STEPS_EVERY * ROWS
-    batch = np.zeros((rows, PIXELS), np.float32), np.zeros(rows, np.int32)
+    batch = np.zeros((rows, PIXELS), np.float32), np.zeros((rows, CLASSES), np.float32)
     state = jax.eval_shape(step.init, parameters)
     return audit(step.compiled, specs(parameters), specs(state), specs(batch, "data"))
 
@@ -123,3 +96,20 @@ def _transformation(tx: Any) -> Audit:
 
     parameters = jax.tree.map(jnp.asarray, initial_parameters())
     return audit(jax.jit(step, donate_argnums=(0, 1)), parameters, tx.init(parameters), parameters)
+
+
+JAX = Framework(
+    "jax",
+    jnp.asarray,
+    gc.jax_axis("data"),
+    {
+        "eager": Mode(),
+        "jit": Mode(compiled=jax.jit),
+        "scan": Mode((TIME,), window=jax.jit(_scan, static_argnums=0)),
+        "pmap": Mode(ANY_REPLICAS, window=_scan, spread=_pmap),
+        "shard_map": Mode(ANY_REPLICAS, window=_scan, spread=partial(_shard_map, True)),
+        "shard_map, no vma": Mode(ANY_REPLICAS, window=_scan, spread=partial(_shard_map, False), on_demand=True),
+    },
+    _measure,
+    _audited,
+)

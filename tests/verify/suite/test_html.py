@@ -18,8 +18,8 @@ from gradcombine.reporting import page
 from gradcombine.reporting.sections import Cells, Section, show
 from gradcombine.verify.command import app
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
+from gradcombine.verify.suite import frameworks, run
 from gradcombine.verify.suite import outcomes as findings
-from gradcombine.verify.suite import places, run
 from gradcombine.verify.suite.outcomes import BITS, BOUND, Finding, Report
 
 
@@ -32,7 +32,8 @@ def report(*more: Finding) -> Report:
     findings = [row("numpy", 1, BOUND, True, 3), row("jax", 2, BITS, True, 0, equal=True), *more]
     findings.append(Finding("training", {"framework": "jax", "law": "falls"}, "falls", True, share=0.3125))
     losses = {"jax": [2.5, 1.5, 0.5], "tensorflow": [2.5, 1.5, 0.5], "mean of means": [2.5, 1.75, 1.25]}
-    settings = {"versions": {"numpy": "<2>"}, "replicas": [1, 2], "inject_fault": False}
+    settings = {"command": "gradcombine verify", "date": "2026-01-01", "versions": {"numpy": "<2>"}}
+    settings |= {"libraries": {}, "machine": {"python": "3.11"}, "replicas": [1, 2], "inject_fault": False}
     return Report(findings, losses, settings, 4.0)
 
 
@@ -52,10 +53,10 @@ def test_a_page_holds_every_row_and_stands_alone(tmp_path: Path, more: tuple[Fin
     assert len([line for line in found if "<td>pmap</td>" in line]) == 2 + len(more)
     assert "<td>numpy pmap</td><td>0.5</td>" in text
     assert f"<td>jax pmap</td><td>{'no' if more else '='}</td>" in text
-    assert "<td>3 ulp</td>" in text and "<td>equal bits</td>" in text and "<td>0.31</td>" in text
+    assert "<td>3 ulp</td>" in text and "<td>equal bits</td>" in text and "<td>a ratio of 0.31</td>" in text
     assert text.count("data:image/svg+xml;base64,") == 2
-    assert "<td>&lt;2&gt;</td>" in text and "<td>replicas</td><td>1 2</td>" in text
-    assert "<td>1.7500000</td>" in text and "<td>4</td>" in text
+    assert "<td>numpy &lt;2&gt;</td>" in text and "<td>replicas</td><td>1 2</td>" in text
+    assert "<td>1.7500000</td>" in text
     assert "http" not in text.replace("http://www.w3.org", "") and "<script" not in text
 
 
@@ -94,18 +95,6 @@ def test_curves_share_a_scale() -> None:
     assert [row.cells for row in losses.rows] == [("a", "█▁", "4.0000 to 0.0000"), ("b", "▅▃", "2.0000 to 1.0000")]
 
 
-def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
-    """Rows with the same result are merged; failing rows are listed separately by name."""
-    more = (row("jax", 4, BITS, True, 0, equal=True), row("jax", 8, BITS, False, 7))
-    tables = {each.title: each for each in findings.sections(findings.summary(report(*more)))}
-    found = [row.cells for row in tables["Combine in jax"].rows]
-    assert found == [
-        ("pmap", "replicas", "2 4", "tree", "bits", "equal bits", "", "0.5", "ok"),
-        ("pmap", "replicas", "8", "tree", "bits", "7 ulp", "", "0.5", "no"),
-    ]
-    assert [row.cells[0] for row in tables["Failed"].rows] == ["combine: jax / pmap / replicas / 8 / tree"]
-
-
 def test_lines_of_a_note_stay_lines() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     show(console, "fine", True, [Section("Title", "first\nsecond \x1b[2K", columns=("a",), rows=[Cells(("1",))])])
@@ -115,7 +104,7 @@ def test_lines_of_a_note_stay_lines() -> None:
 
 def test_80_columns_break_no_word_and_the_verdict_is_first_and_last() -> None:
     labels = {"framework": "tensorflow", "mode": "MirroredStrategy", "replicas": "1 2 4 8"}
-    where = product(("list", "time", "replicas", "time x replicas"), places.ORDERS)
+    where = product(("list", "time", "replicas", "time x replicas"), ("sequential", "tree"))
     rows = [
         Finding("combine", labels | {"place": place, "order": order}, BOUND, True, 956, None, 0.0625)
         for place, order in where
@@ -145,7 +134,7 @@ def test_no_name_and_no_number_is_folded(width: int) -> None:
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command with the verification replaced by a stub."""
-    monkeypatch.setattr(places, "prepare_devices", lambda: None)
+    monkeypatch.setattr(frameworks, "prepare_devices", lambda: None)
     monkeypatch.setattr(
         run, "verify", lambda replicas, full, inject_fault, started: report(*(BROKEN if inject_fault else ()))
     )
