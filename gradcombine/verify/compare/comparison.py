@@ -171,5 +171,4 @@ def _described(leaf: LeafDifference) -> str:
         text += f"; NaN {leaf.nans[0]:,} against {leaf.nans[1]:,}"
     if leaf.worst is None:
         return text
-    position = ", ".join(map(str, np.unravel_index(leaf.worst.at, leaf.shape)))
-    return f"{text}; worst [{position}]: {leaf.worst.a!r} != {leaf.worst.b!r}"
+    return f"{text}; worst {leaf.position(leaf.worst)}: {leaf.worst.a!r} != {leaf.worst.b!r}"

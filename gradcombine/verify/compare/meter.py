@@ -83,6 +83,10 @@ class LeafDifference(NamedTuple):
         """A sort key: leaves that differ come first, in descending order of distance."""
         return self.equal_bits, -self.max_ulp, -self.relative, self.name
 
+    def position(self, element: Element) -> str:
+        """An element's index along each axis of ``shape``, as "[0, 2]"."""
+        return f"[{', '.join(map(str, np.unravel_index(element.at, self.shape)))}]"
+
     @property
     def distance(self) -> str:
         """The largest distance in words."""

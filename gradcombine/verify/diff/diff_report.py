@@ -201,7 +201,7 @@ def _worst(leaf: LeafDifference) -> str:
     if leaf.worst is None:
         return ""
     a, b = (_digits(x, dtype) for x, dtype in zip((leaf.worst.a, leaf.worst.b), leaf.dtypes, strict=True))
-    return f"[{leaf.worst.at}] {a} | {b}"
+    return f"{leaf.position(leaf.worst)} {a} | {b}"
 
 
 def _digits(value: object, dtype: str) -> str:
