@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.audit.subject import walk
-from gradcombine.audit.tensorflow.inlined import GraphLoop, Inlined, Operation, Value
+from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, GraphLoop, Inlined, Operation, Value
 from gradcombine.types import Array
 
 MAX_ITERATIONS = 1000
@@ -70,14 +70,12 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
         return known[value]
     if depth > MAX_DEPTH:
         return None
-    if value in graph.sources:
-        origins = graph.origins(value, known)
-        return constant(graph, origins.pop(), known, depth + 1) if len(origins) == 1 else None
     x = graph.producers.get(value)
     if x is None:
         return None
-    if x.op in ("Identity", "IdentityN"):
-        return constant(graph, x.inputs[x.outputs.index(value)], known, depth + 1)
+    if x.passed(value):
+        origins = graph.origins(value, known)
+        return constant(graph, origins.pop(), known, depth + 1) if len(origins) == 1 else None
     if x.op in ("Shape", "Size"):
         array = graph.arrays[x.inputs[0]]
         if not array.exact:
@@ -111,7 +109,7 @@ def trip_count(graph: Inlined, loop: GraphLoop) -> int | None:
         return None
     needed, operations = _needed(graph, loop)
     state = {i: constant(graph, loop.initial[i], {}) for i in needed}
-    linear = operations <= MONOTONE | LINEAR | {"Const", "Identity"}
+    linear = operations <= MONOTONE | LINEAR | {"Const", "Identity", EITHER, CHOSEN}
     steps = list[dict[int, Any]]()
     for iteration in range(MAX_ITERATIONS):
         more = constant(graph, loop.condition, {loop.condition_inputs[i]: v for i, v in state.items()})
@@ -151,13 +149,13 @@ def _needed(graph: Inlined, loop: GraphLoop) -> tuple[list[int], set[str]]:
     carried = {v: i for values in (loop.carried, loop.condition_inputs) for i, v in enumerate(values)}
 
     def before(v: Value) -> Iterable[Value]:
-        x = graph.producers.get(v)
         if v in carried:
             return [loop.results[carried[v]]]
-        return graph.sources.get(v) or (x.inputs if x is not None and loop in x.site.loops else ())
+        x = graph.producers.get(v)
+        return () if x is None else x.passed(v) or (x.inputs if loop in x.site.loops else ())
 
     values = walk([loop.condition or 0], before)
-    producers = (graph.producers.get(v) for v in values if v not in carried and v not in graph.sources)
+    producers = (graph.producers.get(v) for v in values)
     operations = {x.op for x in producers if x is not None and loop in x.site.loops}
     return sorted({carried[v] for v in values if v in carried}), operations
 

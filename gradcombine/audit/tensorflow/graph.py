@@ -21,8 +21,11 @@ from gradcombine.audit.subject import (
     walk,
 )
 from gradcombine.audit.tensorflow.constants import trip_count
-from gradcombine.audit.tensorflow.inlined import SUMS_OF_DEVICES, WRITES, GraphLoop, Operation, Value
+from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, SUMS_OF_DEVICES, WRITES, GraphLoop, Operation, Value
 from gradcombine.audit.tensorflow.values import LINEAR, OF_FIRST, SELECTS, Values
+
+
+PASSES = {"Identity", EITHER, CHOSEN}
 
 
 class Graph(Values, Subject[Operation]):
@@ -226,18 +229,14 @@ class Graph(Values, Subject[Operation]):
         outer = set(read.site.branches)
 
         def users(v: Value) -> list[Operation]:
-            return [x for x in self.uses.get(v, ()) if set(x.site.branches) <= outer]
+            return [x for x in self.uses.get(v, ()) if x.op in PASSES or set(x.site.branches) <= outer]
 
-        def onward(v: Value) -> Iterator[Value]:
-            yield from self.targets.get(v, ())
-            yield from (after for x in users(v) for after in x.outputs)
-
-        values = walk(read.outputs, onward)
-        return not values & self.escaping and all(x.op == "Identity" for v in values for x in users(v))
+        values = walk(read.outputs, lambda v: [after for x in users(v) for after in x.outputs])
+        return not values & self.escaping and all(x.op in PASSES for v in values for x in users(v))
 
     def _is_read_in_branch(self, touching: Iterable[Operation], outer: set[tuple[int, int]]) -> bool:
         def is_used(x: Operation) -> bool:
-            return any(self.uses.get(v) or self.targets.get(v) for v in x.outputs)
+            return any(v in self.uses for v in x.outputs)
 
         reads = [x for x in touching if x.op == "ReadVariableOp" and is_used(x)]
         return any(not set(x.site.branches) <= outer or self._is_for_branches(x) for x in reads)
@@ -245,7 +244,8 @@ class Graph(Values, Subject[Operation]):
     def _clears(self, x: Operation, handle: Value) -> bool:
         """Whether a write in a branch replaces a variable's value by one that does not depend on it."""
         written = self.moved_from(x.inputs[1:2])
-        choices = [side for v in written if v in self.chosen for side in self.chosen[v][1]]
+        chosen = (self.producers[v] for v in written if v in self.producers)
+        choices = [side for y in chosen if y.op == CHOSEN for side in y.inputs[1:]]
         sides = choices or (x.inputs[1:2] if x.site.branches else [])
         return any(not any(self._reads(v, handle) for v in self.moved_from([side], linear=True)) for side in sides)
 
@@ -257,11 +257,8 @@ class Graph(Values, Subject[Operation]):
         """Yields the selects and conditionals that a value comes from: predicate, sides, and whether conditional."""
         for v in self.moved_from([value]):
             x = self.producers.get(v)
-            if x is not None and x.op in SELECTS:
-                yield x.inputs[0], x.inputs[1:], False
-            elif v in self.chosen and len(self.chosen[v][1]) == 2:
-                decision, sides = self.chosen[v]
-                yield decision, sides, True
+            if x is not None and (x.op in SELECTS or x.op == CHOSEN) and len(x.inputs) == 3:
+                yield x.inputs[0], x.inputs[1:], x.op == CHOSEN
 
     def _is_computed(self, side: Value, handle: Value | None, in_branch: bool, at: Operation) -> bool:
         """Whether a side of a choice is computed even if the other one is chosen."""

@@ -41,6 +41,12 @@ CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 OVER_DATA = {"ReduceDataset", "ScanDataset"}
 """Loops over a dataset, whose function takes the carried values, an element, and the captured values."""
 
+EITHER = "Either"
+"""An operation that inlining adds: an argument of a function, or a value of a loop, which is one of its inputs."""
+
+CHOSEN = "Chosen"
+"""An operation that inlining adds: an output of a conditional. Its inputs are the predicate and each branch's result."""
+
 WRITES = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 FLOW_V1 = {"Enter", "RefEnter", "Merge", "RefMerge", "NextIteration", "RefNextIteration"}
 PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
@@ -98,14 +104,17 @@ class Site:
 class Operation:
     """An operation at its call site. Inputs do not include control dependencies."""
 
-    node: Any
+    op: str
     site: Site
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    node: Any = None
 
-    @property
-    def op(self) -> str:
-        return self.node.op
+    def passed(self, output: Value) -> list[Value]:
+        """The inputs one of which an output is, unchanged; empty if it is computed."""
+        if self.op in ("Identity", "IdentityN"):
+            return [self.inputs[self.outputs.index(output)]]
+        return self.inputs if self.op == EITHER else self.inputs[1:] if self.op == CHOSEN else []
 
     @property
     def name(self) -> str:
@@ -160,13 +169,7 @@ class Inlined:
         self.operations = list[Operation]()
         self.arrays = list[Shape]()
         self.producers = dict[Value, Operation]()
-        self.sources = dict[Value, list[Value]]()
-        """Values that are passed on as an argument or result of a function, loop or branch, by the receiving value."""
-        self.targets = dict[Value, list[Value]]()
-        """The inverse of `sources`."""
         self.uses = dict[Value, list[Operation]]()
-        self.chosen = dict[Value, tuple[Value, list[Value]]]()
-        """The predicate of a conditional and the results of its branches, by output value."""
         self.escaping = set[Value]()
         """Values that are used in an unknown way, for instance as a result of the graph."""
         self.graph_loops = list[GraphLoop]()
@@ -175,7 +178,7 @@ class Inlined:
         find = self._inline(proto.node, Site(), {})
         if results is None:
             values = (x for op in self.operations if op.site.function == "" for x in op.outputs)
-            self.escaping.update(x for x in values if x not in self.uses and x not in self.targets)
+            self.escaping.update(x for x in values if x not in self.uses)
         else:
             self.escaping.update(map(find, results))
 
@@ -187,12 +190,7 @@ class Inlined:
         """Follows a value back through functions, loops, branches and copies; stops at values in ``known``."""
 
         def before(v: Value) -> Iterable[Value]:
-            x = self.producers.get(v)
-            if v in known:
-                return ()
-            if v in self.sources:
-                return self.sources[v]
-            return [x.inputs[x.outputs.index(v)]] if x is not None and x.op in ("Identity", "IdentityN") else ()
+            return self.producers[v].passed(v) if v in self.producers and v not in known else ()
 
         return {v for v in walk([value], before) if not before(v)}
 
@@ -202,7 +200,7 @@ class Inlined:
         for node in nodes:
             if node.op in FLOW_V1:
                 raise invalid("a graph with functional control flow (While, If)", node.op)
-            x, starts = Operation(node, site), dict[str, int]()
+            x, starts = Operation(node.op, site, node=node), dict[str, int]()
             shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
             for argument in self._definition(node.op).output_arg:
                 starts[argument.name] = len(x.outputs)
@@ -230,9 +228,12 @@ class Inlined:
             x.inputs = [find(name) for name in x.node.input if not name.startswith("^")]
         for x, _ in named.values():
             if not self._enter(x):
-                for v in dict.fromkeys(x.inputs):
-                    self.uses.setdefault(v, []).append(x)
+                self._use(x)
         return find
+
+    def _use(self, x: Operation) -> None:
+        for v in dict.fromkeys(x.inputs):
+            self.uses.setdefault(v, []).append(x)
 
     def _enter(self, x: Operation) -> bool:
         """Inlines the functions that an operation calls; returns False if the operation itself is kept."""
@@ -244,7 +245,7 @@ class Inlined:
             (loop.condition, *_) = self._call(x, functions["cond"][0], loop.condition_inputs, loop)
             for i, result in enumerate(loop.results):
                 for after in (loop.carried[i], loop.condition_inputs[i], x.outputs[i]):
-                    self._link(after, loop.initial[i], result)
+                    self._pass(x, after, loop.initial[i], result)
         elif x.op in BRANCHES:
             branches = [name for names in functions.values() for name in names]
             if "then_branch" in functions:
@@ -252,16 +253,15 @@ class Inlined:
             number = len(self.conditionals)
             self.conditionals.append(x)
             results = [
-                self._call(x, name, self._passed(x.inputs[1:]), branch=(number, i)) for i, name in enumerate(branches)
+                self._call(x, name, self._passed(x, x.inputs[1:]), branch=(number, i)) for i, name in enumerate(branches)
             ]
             for output, *given in zip(x.outputs, *results, strict=True):
-                self._link(output, *given)
-                self.chosen[output] = x.inputs[0], given
-            self.uses.setdefault(x.inputs[0], []).append(x)
+                self._pass(x, output, x.inputs[0], *given, op=CHOSEN)
+            self.uses.setdefault(x.inputs[0], []).append(x)  # even without an output
         elif x.op in CALLS or x.op in self._library:
             name = functions["f"][0] if x.op in CALLS else x.op
-            for output, result in zip(x.outputs, self._call(x, name, self._passed(x.inputs)), strict=True):
-                self._link(output, result)
+            for output, result in zip(x.outputs, self._call(x, name, self._passed(x, x.inputs)), strict=True):
+                self._pass(x, output, result)
         elif x.op in OVER_DATA:
             self._over_data(x, functions["f"][0])
         else:
@@ -282,13 +282,13 @@ class Inlined:
         carried, captured = (len(x.node.attr[key].list.type) for key in ("Tstate", "Targuments"))
         loop = self._new_loop(x, x.inputs[1:], carried)
         element = [self._argument(a) for a in arguments[carried : len(arguments) - captured]]
-        captures = self._passed(x.inputs[1 + carried : 1 + carried + captured])
+        captures = self._passed(x, x.inputs[1 + carried : 1 + carried + captured])
         results = self._call(x, name, [*loop.carried, *element, *captures], loop)
         loop.results = results[:carried]
         for i, result in enumerate(loop.results):
-            self._link(loop.carried[i], loop.initial[i], result)
+            self._pass(x, loop.carried[i], loop.initial[i], result)
             if x.op == "ReduceDataset":
-                self._link(x.outputs[i], loop.initial[i], result)
+                self._pass(x, x.outputs[i], loop.initial[i], result)
         self.escaping.update(results[carried:])
 
     def _call(
@@ -319,22 +319,20 @@ class Inlined:
         self.graph_loops.append(loop)
         return loop
 
-    def _passed(self, given: Iterable[Value]) -> list[Value]:
+    def _passed(self, x: Operation, given: Iterable[Value]) -> list[Value]:
         """Creates values for the arguments of a call."""
         passed = list[Value]()
         for v in given:
             passed.append(self._like(v))
-            self._link(passed[-1], v)
+            self._pass(x, passed[-1], v)
         return passed
 
-    def _link(self, after: Value, *before: Value) -> None:
-        """Records that a value is passed on as ``after``."""
-        self.sources.setdefault(after, []).extend(before)
-        self.producers.pop(after, None)
-        for v in before:
-            self.targets.setdefault(v, []).append(after)
+    def _pass(self, x: Operation, after: Value, *before: Value, op: str = EITHER) -> None:
+        """Adds the operation that passes values of a call, loop or conditional ``x`` on as ``after``."""
+        passing = self.producers[after] = Operation(op, x.site, list(before), [after])
+        self._use(passing)
         if not self.arrays[after].exact and not self.arrays[after].dims:
-            self.arrays[after] = self.arrays[before[0]]
+            self.arrays[after] = self.arrays[passing.passed(after)[0]]
 
     def _value(self, shape: Shape) -> Value:
         self.arrays.append(shape)

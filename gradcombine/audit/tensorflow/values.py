@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from gradcombine.audit.subject import REDUCING, walk
 from gradcombine.audit.tensorflow.constants import constant
 from gradcombine.audit.tensorflow.inlined import (
+    CHOSEN,
     COLLECTIVES,
+    EITHER,
     SUMS_OF_DEVICES,
     WRITES,
     GraphLoop,
@@ -126,10 +128,9 @@ class Values(Inlined):
             if loop is not None and v in loop.results:
                 sums.carried |= {i for i, result in enumerate(loop.results) if result == v}
             # The results of the loop are not followed beyond it.
-            outside = loop.operation.outputs if loop is not None and v in loop.results else ()
-            waiting += (after for after in self.targets.get(v, ()) if after not in outside)
+            outside = set(loop.operation.outputs if loop is not None and v in loop.results else ())
             for x in self.uses.get(v, ()):
-                if x.op in OF_SHAPES:
+                if x.op in OF_SHAPES or outside.intersection(x.outputs):
                     continue
                 if x.op in WRITES and v not in x.inputs[:1]:
                     handle = self.variable(x)
@@ -150,7 +151,7 @@ class Values(Inlined):
     def parts(self, x: Operation) -> list[Value]:
         """The arrays that a strategy concatenated for a collective, split again."""
         v = x.outputs[0]
-        while len(users := self.uses.get(v, ())) == 1 and not self.targets.get(v):
+        while len(users := self.uses.get(v, ())) == 1:
             (user,) = users
             if user.op in ("Split", "SplitV"):
                 return user.outputs
@@ -164,18 +165,16 @@ class Values(Inlined):
         additions, seen = list[Operation](), set[Value]()
         while v not in seen and v not in self.escaping:
             seen.add(v)
-            users, after = [x for x in self.uses.get(v, ()) if not self._is_dead(x)], self.targets.get(v, ())
-            if len(users) + len(after) != 1:
-                break
-            outputs = self.linear_in(users[0], v) if users else after
-            if outputs is None or len(outputs) != 1 or (users and users[0].op in ("Mul", "MulNoNan")):
+            users = [x for x in self.uses.get(v, ()) if not self._is_dead(x)]
+            outputs = self.linear_in(users[0], v) if len(users) == 1 else None
+            if outputs is None or len(outputs) != 1 or users[0].op in ("Mul", "MulNoNan"):
                 break
             additions += [x for x in users if x.op in SUMS]
             (v,) = outputs
         return additions
 
     def _is_dead(self, x: Operation) -> bool:
-        return x.op in MOVES and not any(v in self.uses or v in self.targets or v in self.escaping for v in x.outputs)
+        return x.op in MOVES and not any(v in self.uses or v in self.escaping for v in x.outputs)
 
     def linear_in(self, x: Operation, v: Value) -> list[Value] | None:
         """The outputs of an operation that are linear in the input ``v``; None if there are others."""
@@ -186,9 +185,9 @@ class Values(Inlined):
             return x.outputs if indices == [MOVES.get(x.op, 0)] else None
         if x.op in JOINS:
             return x.outputs if max(indices) < len(x.inputs) - JOINS[x.op] else None
-        if x.op in SELECTS:
+        if x.op in SELECTS or x.op == CHOSEN:
             return x.outputs if 0 not in indices else None
-        if x.op in LINEAR:
+        if x.op in LINEAR or x.op == EITHER:
             return x.outputs
         if COLLECTIVES.get(x.op) in REDUCING:
             merge = x.node.attr["merge_op"].s if "merge_op" in x.node.attr else b"Add"
@@ -198,33 +197,23 @@ class Values(Inlined):
     def moved_from(self, start: Iterable[Value], linear: bool = False) -> set[Value]:
         """Follows values back through operations that move them; with ``linear``, through sums and collectives too."""
 
-        def before(v: Value) -> Iterator[Value]:
-            yield from self.sources.get(v, ())
+        def before(v: Value) -> Sequence[Value]:
             x = self.producers.get(v)
             if x is None:
-                return
-            if x.op == "IdentityN":
-                yield x.inputs[x.outputs.index(v)]
-            elif x.op in MOVES:
-                yield x.inputs[MOVES[x.op]]
-            elif x.op in JOINS:
-                yield from x.inputs[: len(x.inputs) - JOINS[x.op]]
-            elif linear and (x.op in LINEAR or x.op in OF_FIRST):
-                yield from x.inputs if x.op in LINEAR else x.inputs[:1]
-            elif linear and COLLECTIVES.get(x.op) in REDUCING:
-                yield from self.collective_inputs(x)
+                return ()
+            if x.op in JOINS:
+                return x.inputs[: len(x.inputs) - JOINS[x.op]]
+            if linear and (x.op in LINEAR or x.op in OF_FIRST):
+                return x.inputs if x.op in LINEAR else x.inputs[:1]
+            if linear and COLLECTIVES.get(x.op) in REDUCING:
+                return self.collective_inputs(x)
+            return x.passed(v) or ([x.inputs[MOVES[x.op]]] if x.op in MOVES else ())
 
         return walk(start, before)
 
     def closure(self, start: Iterable[Value]) -> set[Value]:
         """All values that ``start`` depends on, except through variables."""
-
-        def before(v: Value) -> Iterator[Value]:
-            yield from self.sources.get(v, ())
-            yield from self.producers[v].inputs if v in self.producers else ()
-            yield from self.chosen[v][:1] if v in self.chosen else ()
-
-        return walk(start, before)
+        return walk(start, lambda v: self.producers[v].inputs if v in self.producers else ())
 
     def equal_on_all(self, x: Operation, exchanged: set[Value]) -> bool:
         """Whether the operands of a collective are identical on all devices: they depend on ``exchanged`` values only.
@@ -260,15 +249,11 @@ class Values(Inlined):
         if v in known:
             parts = ("exchanged",)
         elif x is not None and x.op in ("Identity", "IdentityN"):
-            seen[v] = self._hash(x.inputs[x.outputs.index(v)], known, seen)
+            seen[v] = self._hash(*x.passed(v), known, seen)
             return seen[v]
-        elif v in self.sources:
-            predicate = [self.chosen[v][0]] if v in self.chosen else []
-            hashes = [self._hash(y, known, seen) for y in (*predicate, *self.sources[v])]
-            parts = (None,) if None in hashes else ("either", *hashes)
         elif x is not None and x.op == "Const":
             parts = (x.node.attr["value"].tensor.SerializeToString(),)
-        elif x is None or not x.inputs or self._definition(x.op).is_stateful or self._is_masked(x):
+        elif x is None or not x.inputs or self._may_differ(x):
             parts = (None,)
         else:
             hashes = [self._hash(y, known, seen) for y in x.inputs]
@@ -276,9 +261,14 @@ class Values(Inlined):
         seen[v] = None if None in parts else hash(parts)
         return seen[v]
 
-    def _is_masked(self, x: Operation) -> bool:
-        """Whether a constant selects: it may depend on the replica id, which is a constant in each replica's graph."""
-        return x.op in SELECTS and constant(self, x.inputs[0], {}) is not None
+    def _may_differ(self, x: Operation) -> bool:
+        """Whether an operation may give different results for equal inputs: it is stateful, or a constant selects.
+
+        The constant may depend on the replica id, which is a constant in each replica's graph.
+        """
+        if x.op in SELECTS and constant(self, x.inputs[0], {}) is not None:
+            return True
+        return x.op not in (EITHER, CHOSEN) and self._definition(x.op).is_stateful
 
     @cached_property
     def touching(self) -> dict[Value, list[Operation]]:
@@ -287,5 +277,5 @@ class Values(Inlined):
         for v, users in self.uses.items():
             if self.arrays[v].kind == "":
                 for handle in self.origins(v):
-                    touching.setdefault(handle, []).extend(users)
+                    touching.setdefault(handle, []).extend(x for x in users if x.op not in (EITHER, CHOSEN))
         return touching
