@@ -22,7 +22,7 @@ from gradcombine.audit.subject import (
 )
 from gradcombine.audit.tensorflow.constants import trip_count
 from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, SUMS_OF_DEVICES, WRITES, GraphLoop, Operation, Value
-from gradcombine.audit.tensorflow.values import LINEAR, OF_FIRST, SELECTS, Values
+from gradcombine.audit.tensorflow.values import LINEAR, SELECTS, Values
 
 
 PASSES = {"Identity", EITHER, CHOSEN}
@@ -269,7 +269,7 @@ class Graph(Values, Subject[Operation]):
                 return False
         computed = self.moved_from([side])
         sums = (self.producers.get(v) for v in computed)
-        if any(x is not None and (x.op in LINEAR or x.op in OF_FIRST) for x in sums):
+        if any(x is not None and x.op in LINEAR for x in sums):
             return True
         # A select between the variable's values before and after a write.
         written = [x for x in self.touching.get(handle or -1, ()) if x.op in WRITES and x is not at]

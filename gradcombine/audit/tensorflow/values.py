@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,21 +20,28 @@ from gradcombine.audit.tensorflow.inlined import (
     Value,
 )
 
-MOVES = {
-    **dict.fromkeys(("Identity", "IdentityN", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"), 0),
-    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "ExpandDims", "Slice", "StridedSlice", "SplitV"), 0),
-    **dict.fromkeys(("Unpack", "Snapshot", "BroadcastTo", "Tile", "Pad", "PadV2"), 0),
-    "Split": 1,
-}
-"""Operations that only move values, with the index of the input that they move."""
+FIRST, ALL = slice(1), slice(None)
 
-JOINS = {"Pack": 0, "ConcatV2": 1, "ParallelConcat": 0}
-"""Operations that move several inputs, with the number of last inputs that they do not move."""
+MOVED: dict[str, slice] = {
+    **dict.fromkeys(("Identity", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"), FIRST),
+    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "ExpandDims", "Slice", "StridedSlice", "SplitV"), FIRST),
+    **dict.fromkeys(("Unpack", "Snapshot", "BroadcastTo", "Tile", "Pad", "PadV2"), FIRST),
+    **dict.fromkeys(("IdentityN", "Pack", "ParallelConcat", EITHER), ALL),
+    "Split": slice(1, 2),
+    "ConcatV2": slice(-1),
+    CHOSEN: slice(1, None),
+}
+"""The inputs that operations only move."""
 
 SUMS = {"Add", "AddV2", "AddN", "AccumulateNV2", "Sub"}
-LINEAR = {*SUMS, "Neg", "Mul", "MulNoNan"}
-OF_FIRST = {"RealDiv", "Div", "DivNoNan", "Sum", "Mean", "Cast"}
-"""Operations that are linear in their first input."""
+SCALED = {"Mul", "MulNoNan"}
+LINEAR: dict[str, slice] = {
+    **dict.fromkeys((*SUMS, *SCALED, "Neg"), ALL),
+    **dict.fromkeys(("RealDiv", "Div", "DivNoNan", "Sum", "Mean", "Cast"), FIRST),
+}
+"""The inputs in which operations are linear; in those of `SCALED`, each with the others fixed."""
+
+SUMMED = MOVED | LINEAR
 
 SELECTS = {"Select", "SelectV2"}
 OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
@@ -140,7 +147,7 @@ class Values(Inlined):
                     sums.added |= x.op != "AssignVariableOp"
                 elif (outputs := self.linear_in(x, v)) is not None:
                     sums.added |= x.op in SUMS
-                    products += [x] * (x.op in ("Mul", "MulNoNan"))
+                    products += [x] * (x.op in SCALED)
                     waiting += outputs
                 else:
                     return None
@@ -155,7 +162,7 @@ class Values(Inlined):
             (user,) = users
             if user.op in ("Split", "SplitV"):
                 return user.outputs
-            if user.op not in MOVES or len(user.outputs) != 1:
+            if MOVED.get(user.op) != FIRST or len(user.outputs) != 1:
                 break
             (v,) = user.outputs
         return x.outputs
@@ -167,47 +174,36 @@ class Values(Inlined):
             seen.add(v)
             users = [x for x in self.uses.get(v, ()) if not self._is_dead(x)]
             outputs = self.linear_in(users[0], v) if len(users) == 1 else None
-            if outputs is None or len(outputs) != 1 or users[0].op in ("Mul", "MulNoNan"):
+            if outputs is None or len(outputs) != 1 or users[0].op in SCALED:
                 break
             additions += [x for x in users if x.op in SUMS]
             (v,) = outputs
         return additions
 
     def _is_dead(self, x: Operation) -> bool:
-        return x.op in MOVES and not any(v in self.uses or v in self.escaping for v in x.outputs)
+        return x.op in MOVED and not any(v in self.uses or v in self.escaping for v in x.outputs)
 
     def linear_in(self, x: Operation, v: Value) -> list[Value] | None:
         """The outputs of an operation that are linear in the input ``v``; None if there are others."""
-        indices = [i for i, value in enumerate(x.inputs) if value == v]
         if x.op == "IdentityN":
-            return [x.outputs[i] for i in indices]
-        if x.op in MOVES or x.op in OF_FIRST:
-            return x.outputs if indices == [MOVES.get(x.op, 0)] else None
-        if x.op in JOINS:
-            return x.outputs if max(indices) < len(x.inputs) - JOINS[x.op] else None
-        if x.op in SELECTS or x.op == CHOSEN:
-            return x.outputs if 0 not in indices else None
-        if x.op in LINEAR or x.op == EITHER:
-            return x.outputs
-        if COLLECTIVES.get(x.op) in REDUCING:
+            return [output for output, value in zip(x.outputs, x.inputs, strict=True) if value == v]
+        linear = x.inputs[1:] if x.op in SELECTS else self._inputs_of(x, linear=True)
+        return x.outputs if x.inputs.count(v) == linear.count(v) else None
+
+    def _inputs_of(self, x: Operation, linear: bool) -> list[Value]:
+        """The inputs that an operation only moves; with ``linear``, those that it sums or scales, too."""
+        if linear and COLLECTIVES.get(x.op) in REDUCING:
             merge = x.node.attr["merge_op"].s if "merge_op" in x.node.attr else b"Add"
-            return x.outputs if v in self.collective_inputs(x) and merge in (b"Add", b"") else None
-        return None
+            return self.collective_inputs(x) if merge in (b"Add", b"") else []
+        table = SUMMED if linear else MOVED
+        return x.inputs[table[x.op]] if x.op in table else []
 
     def moved_from(self, start: Iterable[Value], linear: bool = False) -> set[Value]:
         """Follows values back through operations that move them; with ``linear``, through sums and collectives too."""
 
-        def before(v: Value) -> Sequence[Value]:
+        def before(v: Value) -> list[Value]:
             x = self.producers.get(v)
-            if x is None:
-                return ()
-            if x.op in JOINS:
-                return x.inputs[: len(x.inputs) - JOINS[x.op]]
-            if linear and (x.op in LINEAR or x.op in OF_FIRST):
-                return x.inputs if x.op in LINEAR else x.inputs[:1]
-            if linear and COLLECTIVES.get(x.op) in REDUCING:
-                return self.collective_inputs(x)
-            return x.passed(v) or ([x.inputs[MOVES[x.op]]] if x.op in MOVES else ())
+            return [] if x is None else x.passed(v) or self._inputs_of(x, linear)
 
         return walk(start, before)
 
