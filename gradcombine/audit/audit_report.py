@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from gradcombine.audit.auditing import Audit
 from gradcombine.audit.rules import RULES, Finding
 from gradcombine.audit.subject import short, size_text
-from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.timeline import timeline
 from gradcombine.errors import invalid, operation
 from gradcombine.reporting.earlier import read_earlier
@@ -49,8 +48,8 @@ def page_sections(
         parts.append(Section("Programs", columns=("program", ""), rows=rows))
     for one in shown:
         drawing, title = timeline(one), f"One call of {one.name}"
-        graph = isinstance(one.program, Graph)
-        undrawn = "times cannot be read from a graph" if graph else "nothing is computed, moved or exchanged"
+        of_graph = "times cannot be read from a graph"
+        undrawn = of_graph if one.flops is None else "nothing is computed, moved or exchanged"
         parts += [
             _bound(one),
             Section(title, charts=[drawing]) if drawing else Section(title, undrawn),

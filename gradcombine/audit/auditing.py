@@ -25,7 +25,7 @@ from gradcombine.audit.compiling import (
 from gradcombine.audit.parsing import parse
 from gradcombine.audit.program import Program
 from gradcombine.audit.rules import RULES, Finding, find, judged
-from gradcombine.audit.subject import Exchange
+from gradcombine.audit.subject import Exchange, Facts
 from gradcombine.audit.target import Bound, Target, bounds, find_target
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.tensorflow.read import is_function, read_function, read_saved
@@ -57,36 +57,31 @@ class Audit(NamedTuple):
     flops: dict[int, float] | None
 
     @property
+    def unknown(self) -> Facts:
+        """Facts that could not be determined from the program."""
+        if self.memory is not None:
+            return self.program.unknown
+        return {"donation": ["memory, and whether donated buffers are reused"], **self.program.unknown}
+
+    @property
     def judged(self) -> tuple[str, ...]:
         """Names of the defects that were checked for."""
-        return judged(self.program)
+        return judged(self.unknown)
 
     @property
     def unread(self) -> list[str]:
         """Descriptions of what could not be determined from the program."""
         parts = list[str]()
-        if self.memory is None:
-            parts.append("memory, and whether donated buffers are reused")
-        if isinstance(self.program, Graph):
-            names = ", ".join(name for name in RULES if name not in self.judged)
-            parts += ["bytes moved in memory, and matrix products", names, *self.program.unread()]
-        elif self.program.is_unsplit:
-            parts.append("how arguments are sharded, and hence which work devices repeat")
+        for fact, texts in self.unknown.items():
+            names = [", ".join(name for name in RULES if name not in self.judged)] if fact == "compiled" else []
+            parts += texts + names
         return parts
 
     @property
     def undecided(self) -> list[str]:
         """Names of the defects that may be present in parts that could not be read."""
-        undecided = set(RULES).difference(self.judged)
-        if isinstance(self.program, Graph):
-            undecided |= set(RULES) if self.program.notes else set()
-            unknown = [x for x in self.exchanges if not (x.exact and x.groups)]
-            undecided |= {"many-small-collectives", "repeated-collective"} if unknown else set()
-        else:
-            undecided |= {"donation-lost"} if self.memory is None else set()
-            split = {"batch-gathered", "repeated-work", "repeated-collective"}
-            undecided |= split if self.program.is_unsplit else set()
-        return [name for name in RULES if name in undecided]
+        unknown = self.unknown.keys()
+        return [name for name, rule in RULES.items() if "code" in unknown or rule.needs & unknown]
 
     @property
     def exchanges(self) -> Sequence[Exchange[Any]]:

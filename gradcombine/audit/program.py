@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from gradcombine.audit.hlo import Instruction, Module
-from gradcombine.audit.subject import COPIED, Exchange, Frame, Loop, Shape, own_line, times
+from gradcombine.audit.subject import COPIED, Exchange, Facts, Frame, Loop, Shape, own_line, times
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move no data."""
@@ -56,9 +56,11 @@ class Program(Module):
         return self._shardings[number] if number < len(self._shardings) else ""
 
     @property
-    def is_unsplit(self) -> bool:
-        """Whether it runs on several devices and the sharding of a parameter is unknown."""
-        return self.devices > 1 and "" in map(self.sharding, self.parameters)
+    def unknown(self) -> Facts:
+        """Facts that the program does not show."""
+        if self.devices == 1 or "" not in map(self.sharding, self.parameters):
+            return {}
+        return {"shardings": ["how arguments are sharded, and hence which work devices repeat"]}
 
     def frames(self, x: Instruction) -> list[Frame]:
         return [*self._lines(x.op_name)] or super().frames(x)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from gradcombine.audit.flow import MOVING, Node
 from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
 from gradcombine.audit.search import SHARE, Search
-from gradcombine.audit.subject import COPIED, FEW_SCALARS, REDUCING, Exchange, Shape, Subject, X, size_text, times
+from gradcombine.audit.subject import COPIED, FEW_SCALARS, REDUCING, Exchange, Fact, Shape, Subject, X, size_text, times
 from gradcombine.audit.tensorflow.graph import Graph
 
 SMALL = 256 * 2**10
@@ -42,6 +42,13 @@ class Finding(NamedTuple):
     flops: float = 0.0
 
 
+class Rule(NamedTuple):
+    """A rule, and the facts without which it may miss a defect; without "compiled", it cannot be checked at all."""
+
+    check: Callable[[Any], Iterator[Finding]]
+    needs: Set[Fact] = frozenset()
+
+
 def find(program: Program | Graph, donated: Sequence[int] = ()) -> list[Finding]:
     """Applies all rules to a program.
 
@@ -49,13 +56,13 @@ def find(program: Program | Graph, donated: Sequence[int] = ()) -> list[Finding]
       program: the program.
       donated: indices of donated parameters, in addition to those that the program names.
     """
-    subject = program if isinstance(program, Graph) else Search(program, frozenset(donated))
-    return [finding for name in judged(program) for finding in RULES[name](subject)]
+    subject = Search(program, frozenset(donated)) if isinstance(program, Program) else program
+    return [finding for name in judged(program.unknown) for finding in RULES[name].check(subject)]
 
 
-def judged(program: Program | Graph) -> tuple[str, ...]:
-    """Names of the defects that can be checked in a program."""
-    return tuple(name for name in RULES if isinstance(program, Program) or name not in OF_COMPILED)
+def judged(unknown: Collection[Fact]) -> tuple[str, ...]:
+    """Names of the defects that can be checked without these facts."""
+    return tuple(name for name, rule in RULES.items() if not ("compiled" in rule.needs and "compiled" in unknown))
 
 
 def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
@@ -249,23 +256,20 @@ def unknown_trip_count(subject: Subject[X]) -> Iterator[Finding]:
             yield Finding("unknown-trip-count", f"{loop}{note}", subject.source(loop.operation), count)
 
 
-RULES: dict[str, Callable[[Any], Iterator[Finding]]] = {
-    "reduced-in-loop": reduced_in_loop,
-    "batch-gathered": batch_gathered,
-    "repeated-work": repeated_work,
-    "optimizer-every-microbatch": optimizer_every_microbatch,
-    "donation-lost": donation_lost,
-    "copies-at-boundary": copies_at_boundary,
-    "many-small-collectives": many_small_collectives,
-    "wider-exchange": wider_exchange,
-    "narrow-accumulator": narrow_accumulator,
-    "repeated-collective": repeated_collective,
-    "unknown-trip-count": unknown_trip_count,
+RULES = {
+    "reduced-in-loop": Rule(reduced_in_loop),
+    "batch-gathered": Rule(batch_gathered, {"compiled", "shardings"}),
+    "repeated-work": Rule(repeated_work, {"compiled", "shardings"}),
+    "optimizer-every-microbatch": Rule(optimizer_every_microbatch),
+    "donation-lost": Rule(donation_lost, {"compiled", "donation"}),
+    "copies-at-boundary": Rule(copies_at_boundary, {"compiled"}),
+    "many-small-collectives": Rule(many_small_collectives, {"exchanges"}),
+    "wider-exchange": Rule(wider_exchange),
+    "narrow-accumulator": Rule(narrow_accumulator),
+    "repeated-collective": Rule(repeated_collective, {"exchanges", "shardings"}),
+    "unknown-trip-count": Rule(unknown_trip_count),
 }
 """Rules by the name of their findings, which are the sections of ``findings.md``."""
-
-OF_COMPILED = {"batch-gathered", "repeated-work", "donation-lost", "copies-at-boundary"}
-"""Defects that a graph does not show, as it lacks layouts, buffers and shardings."""
 
 
 def _resembles(a: Shape, b: Shape) -> bool:

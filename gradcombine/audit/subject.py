@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 LIBRARIES = ("site-packages/", "dist-packages/", "/gradcombine/integrations/", "/gradcombine/backends/", "<frozen")
 """Parts of the paths of files that are not the user's code."""
@@ -79,6 +79,14 @@ def bits(kind: str) -> int:
     """
     match = re.match(r"[a-z]+(\d+)", kind)
     return _BITS[kind] if kind in _BITS else int(match[1]) if match else 0
+
+
+Fact = Literal["donation", "compiled", "code", "exchanges", "shardings"]
+"""A fact that may be unknown of a program: which buffers are donated, layouts and buffers (of a program that is not
+compiled), parts of its code, the size or the groups of a collective, or how arguments are sharded."""
+
+Facts = dict[Fact, list[str]]
+"""Unknown facts, with descriptions for a report."""
 
 
 class Frame(NamedTuple):

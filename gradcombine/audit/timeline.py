@@ -11,7 +11,6 @@ from gradcombine.audit.auditing import Audit
 from gradcombine.audit.program import Loops, Program
 from gradcombine.audit.subject import short, size_text
 from gradcombine.audit.target import bounds
-from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.reporting.sections import Band, Mark, Timeline
 
 LANES = ("compute", "memory", "exchange")
@@ -43,7 +42,7 @@ def timeline(report: Audit) -> Timeline | None:
     drawn. Without published figures, the width is the bytes moved and sent, and compute is relative to these.
     """
     published = report.target.figures is not None
-    if isinstance(report.program, Graph):
+    if not isinstance(report.program, Program):
         return None
     steps = list(_steps(report, report.program))
     costs = np.array([step.costs for step in steps]).reshape(-1, len(LANES))

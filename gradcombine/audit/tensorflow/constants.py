@@ -110,22 +110,22 @@ def trip_count(graph: Inlined, loop: GraphLoop) -> int | None:
     needed, operations = _needed(graph, loop)
     state = {i: constant(graph, loop.initial[i], {}) for i in needed}
     linear = operations <= MONOTONE | LINEAR | {"Const", "Identity", EITHER, CHOSEN}
-    steps = list[dict[int, Any]]()
+    step = dict[int, Any]()
     for iteration in range(MAX_ITERATIONS):
-        more = constant(graph, loop.condition, {loop.condition_inputs[i]: v for i, v in state.items()})
+        carried = {loop.carried[i]: v for i, v in state.items()}
+        more = constant(graph, loop.condition, carried)
         if more is None or more.size != 1:
             return None
         if not more.item():
             return iteration
-        carried = {loop.carried[i]: v for i, v in state.items()}
         after = {i: constant(graph, loop.results[i], carried) for i in needed}
         if any(v is None and state[i] is not None for i, v in after.items()):
             return None
         if linear and all(v is not None for v in after.values()):
             # Values that are computed by additions only, and twice grew by the same, will continue to do so.
-            steps.append({i: after[i] - state[i] for i in needed})
-            if len(steps) > 1 and all(np.array_equal(steps[-1][i], steps[-2][i]) for i in needed):
-                return _first_false(graph, loop, after, steps[-1], iteration + 1)
+            before, step = step, {i: after[i] - state[i] for i in needed}
+            if before and all(np.array_equal(step[i], before[i]) for i in needed):
+                return _first_false(graph, loop, after, step, iteration + 1)
         state = after
     return None
 
@@ -136,7 +136,7 @@ def _first_false(
     """Extrapolates state that grows by ``step`` to the first iteration for which a monotone condition is false."""
 
     def ends(n: int) -> bool:
-        inputs = {loop.condition_inputs[i]: v + n * step[i] for i, v in state.items()}
+        inputs = {loop.carried[i]: v + n * step[i] for i, v in state.items()}
         more = constant(graph, loop.condition or 0, inputs)
         return more is None or not more
 
@@ -146,7 +146,7 @@ def _first_false(
 
 def _needed(graph: Inlined, loop: GraphLoop) -> tuple[list[int], set[str]]:
     """Indices of the carried values that the condition depends on, and the operations that compute it and them."""
-    carried = {v: i for values in (loop.carried, loop.condition_inputs) for i, v in enumerate(values)}
+    carried = {v: i for i, v in enumerate(loop.carried)}
 
     def before(v: Value) -> Iterable[Value]:
         if v in carried:
@@ -155,8 +155,7 @@ def _needed(graph: Inlined, loop: GraphLoop) -> tuple[list[int], set[str]]:
         return () if x is None else x.passed(v) or (x.inputs if loop in x.site.loops else ())
 
     values = walk([loop.condition or 0], before)
-    producers = (graph.producers.get(v) for v in values)
-    operations = {x.op for x in producers if x is not None and loop in x.site.loops}
+    operations = {x.op for x in graph.makers(values) if loop in x.site.loops}
     return sorted({carried[v] for v in values if v in carried}), operations
 
 

@@ -13,6 +13,7 @@ from gradcombine.audit.subject import (
     FEW_SCALARS,
     REDUCING,
     Exchange,
+    Facts,
     Loop,
     Reduced,
     Shape,
@@ -23,7 +24,6 @@ from gradcombine.audit.subject import (
 from gradcombine.audit.tensorflow.constants import trip_count
 from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, SUMS_OF_DEVICES, WRITES, GraphLoop, Operation, Value
 from gradcombine.audit.tensorflow.values import LINEAR, SELECTS, Values
-
 
 PASSES = {"Identity", EITHER, CHOSEN}
 
@@ -54,12 +54,19 @@ class Graph(Values, Subject[Operation]):
         chosen = {exchange.x for exchange in (*busiest, *shared)}
         return [exchange for exchange in every if exchange.x in chosen]
 
-    def unread(self) -> Iterator[str]:
-        """Descriptions of the parts of the graph that cannot be read."""
-        yield from self.notes
-        for text, is_known in (("the size", lambda e: e.exact), ("the group", lambda e: bool(e.groups))):
-            if n := sum(not is_known(exchange) for exchange in self.exchanges):
-                yield f"{text} of {n} collective{'s' * (n > 1)}"
+    @property
+    def unknown(self) -> Facts:
+        """Facts that the graph does not show."""
+        counts = {
+            "the size": sum(not x.exact for x in self.exchanges),
+            "the group": sum(not x.groups for x in self.exchanges),
+        }
+        facts: Facts = {
+            "compiled": ["bytes moved in memory, and matrix products"],
+            "code": list(self.notes),
+            "exchanges": [f"{text} of {n} collective{'s' * (n > 1)}" for text, n in counts.items() if n],
+        }
+        return {fact: texts for fact, texts in facts.items() if texts}
 
     def controls(self) -> Iterator[tuple[str, str, str]]:
         """Yields loops and branches: a description, the number of executions per call, and the source."""
@@ -132,9 +139,9 @@ class Graph(Values, Subject[Operation]):
         return exchange.x.site, self.key(exchange.x), len(self.closure(self.collective_inputs(exchange.x)) & outputs)
 
     def converted(self, exchange: Exchange[Operation]) -> Iterator[tuple[Shape, Shape]]:
-        for v in self.moved_from(self.collective_inputs(exchange.x)):
-            if (x := self.producers.get(v)) is not None and x.op == "Cast":
-                yield self.arrays[x.inputs[0]], self.arrays[v]
+        for x in self.makers(self.moved_from(self.collective_inputs(exchange.x))):
+            if x.op == "Cast":
+                yield self.arrays[x.inputs[0]], self.arrays[x.outputs[0]]
 
     def narrow_sums(self, loop: Loop[Operation] | None) -> Iterator[tuple[Shape, Operation]]:
         loop = loop if isinstance(loop, GraphLoop) else None
@@ -244,8 +251,7 @@ class Graph(Values, Subject[Operation]):
     def _clears(self, x: Operation, handle: Value) -> bool:
         """Whether a write in a branch replaces a variable's value by one that does not depend on it."""
         written = self.moved_from(x.inputs[1:2])
-        chosen = (self.producers[v] for v in written if v in self.producers)
-        choices = [side for y in chosen if y.op == CHOSEN for side in y.inputs[1:]]
+        choices = [side for y in self.makers(written) if y.op == CHOSEN for side in y.inputs[1:]]
         sides = choices or (x.inputs[1:2] if x.site.branches else [])
         return any(not any(self._reads(v, handle) for v in self.moved_from([side], linear=True)) for side in sides)
 
@@ -255,9 +261,8 @@ class Graph(Values, Subject[Operation]):
 
     def _choices(self, value: Value) -> Iterator[tuple[Value, list[Value], bool]]:
         """Yields the selects and conditionals that a value comes from: predicate, sides, and whether conditional."""
-        for v in self.moved_from([value]):
-            x = self.producers.get(v)
-            if x is not None and (x.op in SELECTS or x.op == CHOSEN) and len(x.inputs) == 3:
+        for x in self.makers(self.moved_from([value])):
+            if (x.op in SELECTS or x.op == CHOSEN) and len(x.inputs) == 3:
                 yield x.inputs[0], x.inputs[1:], x.op == CHOSEN
 
     def _is_computed(self, side: Value, handle: Value | None, in_branch: bool, at: Operation) -> bool:
@@ -268,8 +273,7 @@ class Graph(Values, Subject[Operation]):
             if any(x is None or not set(x.site.branches) <= set(at.site.branches) for x in producers):
                 return False
         computed = self.moved_from([side])
-        sums = (self.producers.get(v) for v in computed)
-        if any(x is not None and x.op in LINEAR for x in sums):
+        if any(x.op in LINEAR for x in self.makers(computed)):
             return True
         # A select between the variable's values before and after a write.
         written = [x for x in self.touching.get(handle or -1, ()) if x.op in WRITES and x is not at]
@@ -281,5 +285,5 @@ class Graph(Values, Subject[Operation]):
         """Whether a predicate depends on a variable or an argument, and on no floats."""
         closure = self.closure([decision])
         arrays = [self.arrays[v] for v in closure]
-        is_state = any(x.op in ("ReadVariableOp", "Placeholder") for v in closure if (x := self.producers.get(v)))
+        is_state = any(x.op in ("ReadVariableOp", "Placeholder") for x in self.makers(closure))
         return is_state and not any(array.is_float for array in arrays)

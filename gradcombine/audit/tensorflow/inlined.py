@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -45,7 +45,7 @@ EITHER = "Either"
 """An operation that inlining adds: an argument of a function, or a value of a loop, which is one of its inputs."""
 
 CHOSEN = "Chosen"
-"""An operation that inlining adds: an output of a conditional. Its inputs are the predicate and each branch's result."""
+"""An operation that inlining adds: an output of a conditional, of the predicate and the results of the branches."""
 
 WRITES = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 FLOW_V1 = {"Enter", "RefEnter", "Merge", "RefMerge", "NextIteration", "RefNextIteration"}
@@ -68,16 +68,14 @@ class GraphLoop(Loop["Operation"]):
 
     Attributes:
       initial: carried values before the first iteration.
-      carried: carried values at the beginning of an iteration.
+      carried: carried values at the beginning of an iteration, and as arguments of the condition.
       results: carried values at the end of an iteration.
-      condition_inputs: carried values as arguments of the condition.
       condition: result of the condition; None for a loop over a dataset.
     """
 
     initial: list[Value] = field(default_factory=list)
     carried: list[Value] = field(default_factory=list)
     results: list[Value] = field(default_factory=list)
-    condition_inputs: list[Value] = field(default_factory=list)
     condition: Value | None = None
 
 
@@ -182,6 +180,10 @@ class Inlined:
         else:
             self.escaping.update(map(find, results))
 
+    def makers(self, values: Iterable[Value]) -> Iterator[Operation]:
+        """The operations that make values; those of arguments and elements of a dataset are unknown."""
+        return (self.producers[v] for v in values if v in self.producers)
+
     def source(self, x: Operation) -> str:
         """The user's source line of an operation."""
         return own_line(self._frames(x.site.function, x.node.name))
@@ -190,7 +192,7 @@ class Inlined:
         """Follows a value back through functions, loops, branches and copies; stops at values in ``known``."""
 
         def before(v: Value) -> Iterable[Value]:
-            return self.producers[v].passed(v) if v in self.producers and v not in known else ()
+            return () if v in known else [origin for x in self.makers([v]) for origin in x.passed(v)]
 
         return {v for v in walk([value], before) if not before(v)}
 
@@ -240,11 +242,10 @@ class Inlined:
         functions = self._functions(x.node)
         if x.op in WHILE:
             loop = self._new_loop(x, x.inputs, len(x.inputs))
-            loop.condition_inputs = [self._like(v) for v in x.inputs]
             loop.results = self._call(x, functions["body"][0], loop.carried, loop)
-            (loop.condition, *_) = self._call(x, functions["cond"][0], loop.condition_inputs, loop)
+            (loop.condition, *_) = self._call(x, functions["cond"][0], loop.carried, loop)
             for i, result in enumerate(loop.results):
-                for after in (loop.carried[i], loop.condition_inputs[i], x.outputs[i]):
+                for after in (loop.carried[i], x.outputs[i]):
                     self._pass(x, after, loop.initial[i], result)
         elif x.op in BRANCHES:
             branches = [name for names in functions.values() for name in names]
@@ -252,9 +253,9 @@ class Inlined:
                 branches = [*functions["else_branch"], *functions["then_branch"]]
             number = len(self.conditionals)
             self.conditionals.append(x)
-            results = [
-                self._call(x, name, self._passed(x, x.inputs[1:]), branch=(number, i)) for i, name in enumerate(branches)
-            ]
+            results = list[list[Value]]()
+            for i, name in enumerate(branches):
+                results.append(self._call(x, name, self._passed(x, x.inputs[1:]), branch=(number, i)))
             for output, *given in zip(x.outputs, *results, strict=True):
                 self._pass(x, output, x.inputs[0], *given, op=CHOSEN)
             self.uses.setdefault(x.inputs[0], []).append(x)  # even without an output

@@ -74,7 +74,7 @@ class Values(Inlined):
     def places(self, v: Value) -> set[str]:
         """The devices on which a value is computed; for a value read from a variable, the variable's devices."""
         devices = set[str]()
-        for x in (self.producers[o] for o in self.origins(v) if o in self.producers):
+        for x in self.makers(self.origins(v)):
             device = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
             devices |= {device} if device or x.op != "ReadVariableOp" else self.places(x.inputs[0])
         return devices
@@ -202,14 +202,13 @@ class Values(Inlined):
         """Follows values back through operations that move them; with ``linear``, through sums and collectives too."""
 
         def before(v: Value) -> list[Value]:
-            x = self.producers.get(v)
-            return [] if x is None else x.passed(v) or self._inputs_of(x, linear)
+            return [y for x in self.makers([v]) for y in x.passed(v) or self._inputs_of(x, linear)]
 
         return walk(start, before)
 
     def closure(self, start: Iterable[Value]) -> set[Value]:
         """All values that ``start`` depends on, except through variables."""
-        return walk(start, lambda v: self.producers[v].inputs if v in self.producers else ())
+        return walk(start, lambda v: [y for x in self.makers([v]) for y in x.inputs])
 
     def equal_on_all(self, x: Operation, exchanged: set[Value]) -> bool:
         """Whether the operands of a collective are identical on all devices: they depend on ``exchanged`` values only.
@@ -244,8 +243,8 @@ class Values(Inlined):
         x, parts = self.producers.get(v), tuple[object, ...]()
         if v in known:
             parts = ("exchanged",)
-        elif x is not None and x.op in ("Identity", "IdentityN"):
-            seen[v] = self._hash(*x.passed(v), known, seen)
+        elif x is not None and len(passed := x.passed(v)) == 1:
+            seen[v] = self._hash(passed[0], known, seen)
             return seen[v]
         elif x is not None and x.op == "Const":
             parts = (x.node.attr["value"].tensor.SerializeToString(),)
