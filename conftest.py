@@ -168,6 +168,15 @@ def _offer_cheap_programs() -> None:
 
 
 @pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Allows implicit dtype promotion: optax's arithmetic mixes integers and floats."""
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def as_users_do() -> Iterator[None]:
     """Allows implicit rank and dtype promotion, as JAX does by default."""
     import jax

@@ -22,7 +22,7 @@ from tests.verify.audit.seeded import CASES, OURS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 MENDED = {
     "reduced by explicit axes": set[str](),
@@ -31,12 +31,6 @@ MENDED = {
     "reshaped and constrained": set[str](),
 }
 """Exceptions by compiler: it may move sums that are only added out of loops, and combine collectives."""
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 ON_TPU = (

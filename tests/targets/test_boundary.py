@@ -17,7 +17,7 @@ from gradcombine.integrations.jax import Loss, TrainState, train_step, value_and
 from gradcombine.integrations.optax import MultiSteps, accumulate, accumulate_and_apply
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 ADAM = optax.adam(1e-3)
 LEAVES, SHAPE = 8, (2048, 512)
@@ -61,12 +61,6 @@ FORMS: dict[str, tuple[Callable[[], Form], float, float]] = {
     "train_step": (stepped, 12, 40),
 }
 """Cases with the bytes of a call within a window and of the one at its end."""
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def per_parameter(count: int) -> float:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-import jax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,15 +12,9 @@ import gradcombine as gc
 from gradcombine.audit.program import Program
 from tests.targets.programs import FEW_SCALARS, MACHINES, MESH_ROWS, MESH_WIDTH, K, Placed, on_mesh, row_of
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def between(replicas: int, program: Program) -> tuple[Counter[str], Counter[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from gradcombine.audit import find_target
 from gradcombine.verify import Plan, plan
 from tests.targets.programs import loss
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 K, LAYERS, ROWS = 4, 3, 32
 """Number of microbatches, of layers, and of rows in a replica's microbatch."""
@@ -36,12 +35,6 @@ WAYS = {
     ),
     "v5e:4x4": ("window", "window+zero1", "window+fsdp"),
 }
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def planned(target: str, width: int, layers: int, names: tuple[str, ...]) -> Plan:

@@ -16,18 +16,12 @@ import gradcombine as gc
 from gradcombine.integrations.jax import Loss, request_step
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 LEAVES, SHAPE = 3, (8192, 1024)
 N = LEAVES * SHAPE[0] * SHAPE[1]
 PARAMS = {f"w{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(LEAVES)}
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def given(params: Any, grads: Any) -> Any:

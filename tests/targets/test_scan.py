@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.targets.programs import ROWS, WIDTH, by_hand, ours, row_of, scan
 
-pytestmark = pytest.mark.targets
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])

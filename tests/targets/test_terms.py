@@ -13,15 +13,9 @@ from gradcombine.reductions import Ratio
 from tests.targets.compile_for import Compiled, compile_for, h100
 from tests.targets.programs import CUBLAS, LAYERS, ROWS, WIDTH, K
 
-pytestmark = pytest.mark.targets
+pytestmark = [pytest.mark.targets, pytest.mark.usefixtures("standard_promotion")]
 
 TERMS = {"fit": "rows", "long": "long rows", "weights": "microbatches"}
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def sums(params: Any, x: Any, mask: Any) -> tuple[Any, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -15,12 +14,7 @@ from gradcombine.audit.program import Program
 from gradcombine.audit.rules import find
 from tests.verify.audit.seeded import CALLS, CASES, CLEARED, OURS, cleared, window_over_calls
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 QUICK = {
     "reduced in a shard_map",

@@ -25,6 +25,8 @@ from gradcombine.verify.command import app
 from gradcombine.verify.plan import Plan, plan
 from gradcombine.verify.plan.ways import CALLS, DEFAULT, NUMBERS, PLACES, way_of
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 K, N, ROWS, WIDTH = 4, 8, 2, 16
 """Number of microbatches, of replicas, of rows in a replica's microbatch, and width of a row."""
 
@@ -36,13 +38,6 @@ def linear(params: Any, x: Any) -> Any:
 
 LIKE = {"w": jax.ShapeDtypeStruct((WIDTH, 2), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
 OPTIMIZER = optax.sgd(0.5, momentum=0.5)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Any:
-    """Optax's optimizers need standard dtype promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def planned(names: list[str], **changed: Any) -> Plan:
