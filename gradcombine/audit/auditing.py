@@ -103,18 +103,13 @@ class Audit(NamedTuple):
     def seconds(self, finding: Finding) -> float | None:
         """Lower bound of the time that a finding costs, in seconds; None if its cost or the rates are unknown."""
         figures = self.target.figures
-        if figures is None or not (finding.moved or finding.sent or finding.flops):
+        if figures is None:
             return None
-        total = finding.moved / figures.bandwidth
-        if finding.sent:
-            if figures.link is None:
-                return None
-            total += finding.sent / figures.link
-        if finding.flops:
-            if not figures.flops:
-                return None
-            total += finding.flops / max(figures.flops.values())
-        return total
+        rates = figures.bandwidth, figures.link, max(figures.flops.values(), default=None)
+        costs = zip((finding.moved, finding.sent, finding.flops), rates, strict=True)
+        seconds = [None if rate is None else cost / rate for cost, rate in costs if cost]
+        known = [x for x in seconds if x is not None]
+        return sum(known) if 0 < len(known) == len(seconds) else None
 
 
 @operation("audit")
@@ -171,7 +166,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     folder = require_path("a file of HLO, or a folder", path)
     if (saved := folder / "saved_model.pb" if folder.is_dir() else folder).name == "saved_model.pb" and saved.is_file():
         expected = "a SavedModel that can be read"
-        return foreign(expected, str(path), lambda: [_of_graph(x, machine) for x in read_saved(saved)])
+        return foreign(expected, str(path), lambda: [_audited(Built(x), machine) for x in read_saved(saved)])
     files = [folder]
     if folder.is_dir():
         texts = sorted(folder.glob("*after_optimizations.txt"))
@@ -287,7 +282,7 @@ def _of_tensorflow(step: Any, args: Sequence[Tree], target: str | Target | None)
     expected = "a tf.function that can be traced (with jit_compile: compiled) for its arguments"
     function = foreign(expected, step, lambda: read_function(step, args, optimized=machine.here))
     if isinstance(function, Graph):
-        return _of_graph(function, machine)
+        return _audited(Built(function), machine)
     if machine.here:
         built = Built(read_program(parsed(lambda: parse(function.hlo), function.name), function.name, function.lines))
     else:
@@ -296,13 +291,11 @@ def _of_tensorflow(step: Any, args: Sequence[Tree], target: str | Target | None)
     return _audited(built, machine)._replace(name=function.name)
 
 
-def _of_graph(graph: Graph, target: Target) -> Audit:
-    return Audit(graph.name, target, graph, None, find(graph), None, None, None)
-
-
 def _audited(built: Built, target: Target) -> Audit:
     """Audits a program; raises GradCombineError for HLO of an unknown form."""
     program = built.program
+    if isinstance(program, Graph):
+        return Audit(program.name, target, program, None, find(program), None, None, None)
 
     def report() -> Audit:
         flops, in_loops, outside = dict[int, float](), 0, 0

@@ -16,6 +16,7 @@ import numpy as np
 from gradcombine.audit.parsing import hlo_parser, parse, parse_apart
 from gradcombine.audit.program import Lines, Program, no_lines
 from gradcombine.audit.target import Target
+from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.errors import GradCombineError, attribute, invalid, require_file, require_installed, shown
 from gradcombine.types import Tree
 
@@ -53,15 +54,15 @@ class Memory(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A compiled program.
+    """A program to audit.
 
     Attributes:
-      program: its HLO.
+      program: its HLO, or a graph that is not compiled.
       memory: None if unknown.
       donated: indices of donated parameters, in addition to those that the HLO names.
     """
 
-    program: Program
+    program: Program | Graph
     memory: Memory | None = None
     donated: Sequence[int] = ()
 

@@ -21,26 +21,9 @@ from gradcombine.audit.program import Program
 from gradcombine.audit.subject import Shape, walk
 
 MOVING = {
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "bitcast-convert",
-    "copy",
-    "convert",
-    "reshape",
-    "transpose",
-    "slice",
-    "dynamic-slice",
-    "concatenate",
-    "pad",
-    "while",
-    "fusion",
-    "call",
-    "parameter",
-    "optimization-barrier",
-    "all-gather",
-    "collective-permute",
-    "all-to-all",
+    *("get-tuple-element", "tuple", "bitcast", "bitcast-convert", "copy", "convert", "reshape", "transpose", "slice"),
+    *("dynamic-slice", "concatenate", "pad", "while", "fusion", "call", "parameter", "optimization-barrier"),
+    *("all-gather", "collective-permute", "all-to-all"),
 }
 """Operations that only move values; includes their ``-start`` and ``-done`` variants."""
 

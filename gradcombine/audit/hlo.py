@@ -18,15 +18,10 @@ from gradcombine.errors import invalid
 Device = tuple[int, ...]
 """Indices of devices that form a group."""
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+COLLECTIVES = {
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+}
 MOST_DEVICES = 2**20
 """Most devices in a list of groups."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
@@ -15,7 +15,6 @@ from gradcombine.audit.subject import (
     REDUCING,
     Exchange,
     Loop,
-    Reduced,
     Shape,
     Subject,
     size_text,
@@ -132,24 +131,13 @@ class Search(Subject[Instruction]):
                 products.append(Product(inner, y, classes, self.source(y) or self.source(x), times(loops) * flops))
         return products
 
-    @cached_property
-    def reduced(self) -> list[Reduced[Instruction]]:
-        reduced = list[Reduced[Instruction]]()
-        for exchange in self.exchanges:
-            if exchange.kind not in REDUCING or exchange.members == 1:
-                continue
-            least = max(FEW_SCALARS, SHARE * exchange.operand)
-            for loop in exchange.loops:
-                body = loop.operation.called("body")[0]
-                size = sum(size for part, size in self.parts(exchange) if self._is_accumulated(body, part))
-                if size >= least:
-                    reduced.append(Reduced(exchange, loop, size))
-                    break
-            if not exchange.loops and (gates := self.gates):
-                size = sum(size for part, size in self.parts(exchange) if self._is_accumulated_over_calls(part, gates))
-                if size >= least:
-                    reduced.append(Reduced(exchange, None, size))
-        return sorted(reduced, key=lambda x: x.loop is None)
+    def accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction] | None) -> float:
+        if loop is None and (exchange.loops or not self.gates):
+            return 0
+        body = loop and loop.operation.called("body")[0]
+        test = partial(self._is_accumulated, body) if body else self._is_accumulated_over_calls
+        size = sum(size for part, size in self.parts(exchange) if test(part))
+        return size if size >= max(FEW_SCALARS, SHARE * exchange.operand) else 0
 
     def parts(self, exchange: Exchange[Instruction]) -> list[tuple[Node, float]]:
         """The arrays that XLA merged into a collective (as a tuple or concatenated), with their operand bytes."""
@@ -339,9 +327,9 @@ class Search(Subject[Instruction]):
         has_zero = any(float(self.flow.places[n].x.inside) == 0 for n in constants)
         return has_zero and self._by_counter(self.operands(node, 0)[0])
 
-    def _is_accumulated_over_calls(self, part: Node, gates: Gates) -> bool:
+    def _is_accumulated_over_calls(self, part: Node) -> bool:
         """Whether calls only add a value to an argument, and use it otherwise only if a counter selects that."""
-        flow, program = self.flow, self.program
+        flow, program, gates = self.flow, self.program, self.gates
         reached = flow.reached([part], True, lambda node: node not in gates)
         if any(node in reached and node not in gates for node in flow.results(program.entry)):
             return False

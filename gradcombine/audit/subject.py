@@ -293,6 +293,18 @@ class Subject(Protocol[X]):
     @cached_property
     def reduced(self) -> list[Reduced[X]]:
         """Exchanges of gradients that are only accumulated, over a loop or over calls."""
+        reduced = list[Reduced[X]]()
+        for exchange in self.reducing():
+            sizes = ((loop, self.accumulated(exchange, loop)) for loop in (*exchange.loops, None))
+            reduced += [Reduced(exchange, loop, size) for loop, size in sizes if size][:1]
+        return reduced
+
+    def reducing(self) -> list[Exchange[X]]:
+        """Exchanges that reduce more than a few scalars."""
+        return [x for x in self.exchanges if x.kind in REDUCING and not x.few and x.members > 1]
+
+    def accumulated(self, exchange: Exchange[X], loop: Loop[X] | None) -> float:
+        """Bytes of an exchange's operands that iterations of a loop, or calls (None), only accumulate."""
         ...
 
     def source(self, x: X) -> str:

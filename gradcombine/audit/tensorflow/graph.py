@@ -11,11 +11,9 @@ from typing import Any
 from gradcombine.audit.subject import (
     COPIED,
     FEW_SCALARS,
-    REDUCING,
     Exchange,
     Facts,
     Loop,
-    Reduced,
     Shape,
     Subject,
     times,
@@ -85,21 +83,15 @@ class Graph(Values, Subject[Operation]):
             if loop.trips is None or loop.trips > 1:
                 yield loop, times(loop.operation.loops)
 
-    @cached_property
-    def reduced(self) -> list[Reduced[Operation]]:
-        reduced = list[Reduced[Operation]]()
-        for exchange in self._reducing():
-            parts = self.parts(exchange.x)
-            large = [v for v in parts if self.arrays[v].bytes >= FEW_SCALARS or not exchange.exact]
-            for loop in (*exchange.x.loops, None):
-                if any(self._only_added([v], loop, exchange.x) for v in large):
-                    reduced.append(Reduced(exchange, loop, exchange.operand))
-                    break
-        return reduced
+    def accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation] | None) -> float:
+        assert loop is None or isinstance(loop, GraphLoop)
+        parts = self.parts(exchange.x)
+        large = [v for v in parts if self.arrays[v].bytes >= FEW_SCALARS or not exchange.exact]
+        return exchange.operand if any(self._only_added([v], loop, exchange.x) for v in large) else 0
 
     def unrolled(self) -> list[list[Exchange[Operation]]]:
         by_sum = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)
-        for exchange in self._reducing():
+        for exchange in self.reducing():
             if self.could_merge(exchange):
                 for part in self.parts(exchange.x):
                     for last in self.sums_of(part)[-1:]:
@@ -170,9 +162,6 @@ class Graph(Values, Subject[Operation]):
         size = sum(array.bytes for array in arrays)
         unknown = any(array.kind and not array.exact for array in arrays)
         return f", {loop.operation.name}, is counted as one iteration" if size >= COPIED or unknown else ""
-
-    def _reducing(self) -> Iterator[Exchange[Operation]]:
-        return (x for x in self.exchanges if x.kind in REDUCING and not x.few and x.members > 1)
 
     def _exchange(self, x: Operation) -> Exchange | None:
         if not x.collective or (x.op in SUMS_OF_DEVICES and not self._sums_devices(x)):
