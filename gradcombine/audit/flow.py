@@ -88,28 +88,34 @@ class Flow:
 
     def results(self, computation: str) -> range:
         """The results of a computation."""
-        return self.leaves(computation, self.module.computations[computation][self.module.roots[computation]])
+        return self.leaves(computation, self.module.roots[computation])
 
     def reached(
-        self, start: Iterable[Node], forward: bool, through: Callable[[Node], bool], within: set[str] | None = None
+        self,
+        start: Iterable[Node],
+        through: Callable[[Node], bool] = lambda node: True,
+        within: set[str] | None = None,
     ) -> set[Node]:
-        """All nodes that are reachable from ``start``, inclusive.
+        """All nodes that depend on ``start``, inclusive.
 
         Args:
           start: nodes.
-          forward: follow uses; otherwise follow operands.
           through: whether to continue from a node outside of ``start``.
           within: computations to stay in; None for all.
         """
-        starts, edges = set(start), self.uses if forward else self.sources
+        starts = set(start)
 
         def onward(node: Node) -> Iterable[Node]:
-            if node not in starts and not through(node):
-                return ()
-            others = edges[node]
-            return others if within is None else (x for x in others if self.places[x].computation in within)
+            return self._inside(self.uses[node], within) if node in starts or through(node) else ()
 
         return walk(starts, onward)
+
+    def closure(self, start: Iterable[Node], within: set[str] | None = None) -> set[Node]:
+        """All nodes that ``start`` depends on, inclusive, in the computations ``within``."""
+        return walk(start, lambda node: self._inside(self.sources[node], within))
+
+    def _inside(self, nodes: list[Node], within: set[str] | None) -> Iterable[Node]:
+        return nodes if within is None else (node for node in nodes if self.places[node].computation in within)
 
     def opcode(self, node: Node) -> str:
         return self.places[node].x.opcode.removesuffix("-start").removesuffix("-done")

@@ -104,7 +104,7 @@ class Module:
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
-        self.roots: dict[str, str] = {}
+        self.roots: dict[str, Instruction] = {}
         self.entry = ""
         self._header, _, _ = text.partition("\n")
         if not self._header.startswith("HloModule"):
@@ -121,7 +121,7 @@ class Module:
                 instruction = reader.instruction(line)
                 instructions[instruction.name] = instruction
                 if instruction.root:
-                    self.roots[current] = instruction.name
+                    self.roots[current] = instruction
             elif header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
                 current, instructions = header[2], {}
                 self.computations[current] = instructions
@@ -173,11 +173,6 @@ class Module:
         match = re.search(r"buffer_donor=\{(.*?)\ }", self._header)
         return [int(n) for n in re.findall(r"\((\d+), \{", match[1])] if match else []
 
-    @property
-    def root(self) -> Instruction:
-        """Root instruction of the entry computation."""
-        return self.computations[self.entry][self.roots[self.entry]]
-
     @cached_property
     def parameters(self) -> list[Instruction]:
         """Parameters of the entry computation, in order."""
@@ -186,7 +181,7 @@ class Module:
 
     @property
     def results(self) -> tuple[Shape, ...]:
-        return self.root.shapes
+        return self.roots[self.entry].shapes
 
     def frames(self, x: Instruction) -> list[Frame]:
         """The stack frames of an operation, innermost first."""

@@ -77,12 +77,11 @@ class Program(Module):
 
     def runs_at_most_once(self, x: Instruction) -> bool:
         """Whether a loop is used as a branch: its condition is a flag that its body sets to false."""
-        condition, body = (self.computations[x.called(name)[0]] for name in ("condition", "body"))
-        flag = condition[self.roots[x.called("condition")[0]]]
-        root = body[self.roots[x.called("body")[0]]]
+        condition, body = (x.called(name)[0] for name in ("condition", "body"))
+        flag, root = self.roots[condition], self.roots[body]
         if flag.opcode != "get-tuple-element" or root.opcode != "tuple":
             return False
-        after = self.origin(body, root.operands[flag.number("index") or 0])
+        after = self.origin(self.computations[body], root.operands[flag.number("index") or 0])
         return after.opcode == "constant" and after.inside == "false"
 
     def repeats(self, computation: str, x: Instruction) -> bool:
@@ -126,10 +125,9 @@ class Program(Module):
 
         TPU programs lack the attribute ``known_trip_count``.
         """
-        outside = self.computations[computation]
-        condition, body = (self.computations[loop.called(name)[0]] for name in ("condition", "body"))
-        condition_root = condition[self.roots[loop.called("condition")[0]]]
-        root = body[self.roots[loop.called("body")[0]]]
+        names = computation, *(loop.called(name)[0] for name in ("condition", "body"))
+        outside, condition, body = (self.computations[name] for name in names)
+        root = self.roots[names[2]]
         start = outside[loop.operands[0]]
         if start.opcode != "tuple" or root.opcode != "tuple":
             return None
@@ -145,7 +143,7 @@ class Program(Module):
             result = self.origin(body, root.operands[index])
             return initial(index) if result.opcode == x.opcode and result.number("index") == index else None
 
-        comparison, sides = self._unfused(condition, condition_root)
+        comparison, sides = self._unfused(condition, self.roots[names[1]])
         if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes or len(sides) != 2:
             return None
         index = sides[0].number("index")
@@ -163,8 +161,7 @@ class Program(Module):
         if x.opcode != "fusion":
             return x, [self.origin(computation, name) for name in x.operands]
         fused = x.called("calls")[0]
-        body = self.computations[fused]
-        root = body[self.roots[fused]]
+        body, root = self.computations[fused], self.roots[fused]
         while root.opcode == "and" and len(set(root.operands)) == 1:  # and(x, x)
             root = body[root.operands[0]]
         origins = (self.origin(body, name) for name in root.operands)
@@ -303,7 +300,7 @@ class Program(Module):
                 parts = [_part(operand, z) for operand, z in consumers(y.name)]
                 size = operands[int(y.inside)].bytes
                 total += size if None in parts or not parts else min(size, sum(n for n in parts if n is not None))
-        root = body[self.roots[fused]]
+        root = self.roots[fused]
         results = [body[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
         for result, shape in zip(results, x.shapes, strict=False):
             origin = self.origin(body, result.name)

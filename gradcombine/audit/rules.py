@@ -96,7 +96,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
 
     def repeats(exchange: Exchange[Instruction]) -> bool:
         """Whether devices repeat products that depend on the gathered array."""
-        return bool(repeated & flow.reached(flow.leaves(exchange.computation, exchange.x), True, lambda _: True))
+        return bool(repeated & flow.reached(flow.leaves(exchange.computation, exchange.x)))
 
     moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
     for exchange in program.exchanges:

@@ -19,6 +19,7 @@ from gradcombine.audit.subject import (
     Subject,
     size_text,
     times,
+    walk,
 )
 
 SUMS = {"add", "subtract"}
@@ -72,9 +73,14 @@ class Search(Subject[Instruction]):
     def loops(self) -> Iterator[tuple[Loop[Instruction], int]]:
         seen = set[str]()
         for _, _, loops in self.program.executed():
-            if loops and (body := loops[-1].operation.called("body")[0]) not in seen:
+            if loops and (body := self.body(loops[-1])) not in seen:
                 seen.add(body)
                 yield loops[-1], times(loops[:-1])
+
+    @staticmethod
+    def body(loop: Loop[Instruction]) -> str:
+        """The computation of an iteration."""
+        return loop.operation.called("body")[0]
 
     def carried(self, body: str) -> range:
         """The arrays that a loop carries, at the beginning of an iteration."""
@@ -87,32 +93,27 @@ class Search(Subject[Instruction]):
 
     def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
         """Indices of the carried arrays that ``start`` is added to; None if anything else is computed from it."""
-        nodes = self.flow.reached(start, True, lambda node: True, self.inside(body))
+        nodes = self.flow.reached(start, within=self.inside(body))
         if not all(self._commutes_with_sum(node, nodes) for node in nodes if node not in set(start)):
             return None
         return {i for i, node in enumerate(self.flow.results(body)) if node in nodes}
 
     def adds_up(self, results: Iterable[Node], arguments: Iterable[Node]) -> bool:
         """Whether the results are sums of arguments, with factors that do not depend on any array."""
-        closure = self.flow.reached(results, False, lambda _: True)
+        closure = self.flow.closure(results)
         arrays = {node for node in closure.intersection(arguments) if self.flow.places[node].shape.dims}
-        nodes = self.flow.reached(arrays, True, closure.__contains__) & closure
+        nodes = self.flow.reached(arrays, closure.__contains__) & closure
         return all(self._commutes_with_sum(node, nodes) for node in nodes - arrays)
 
     def only_sums(self, result: Node, part: Node, reached: set[Node]) -> bool:
         """Whether ``result`` depends on ``part`` only through sums."""
-        nodes = self.closure(result) & reached | {result}
+        nodes = self.flow.closure([result]) & reached | {result}
         return all(self._commutes_with_sum(node, nodes) for node in nodes - {part})
-
-    def closure(self, node: Node) -> set[Node]:
-        """All nodes that a value depends on."""
-        return self.flow.reached([node], False, lambda _: True)
 
     def moved_from(self, start: Iterable[Node], through: frozenset[str] = frozenset(MOVING)) -> set[Node]:
         """Follows values back through operations that only move them, up to and including those that compute them."""
-        starts = set(start)
-        moved = [node for node in starts if self.flow.opcode(node) in through]
-        return starts | self.flow.reached(moved, False, lambda node: self.flow.opcode(node) in through)
+        flow = self.flow
+        return walk(start, lambda node: flow.sources[node] if flow.opcode(node) in through else ())
 
     def operands(self, node: Node, index: int) -> range:
         name, x, _ = self.flow.places[node]
@@ -134,8 +135,7 @@ class Search(Subject[Instruction]):
     def accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction] | None) -> float:
         if loop is None and (exchange.loops or not self.gates):
             return 0
-        body = loop and loop.operation.called("body")[0]
-        test = partial(self._is_accumulated, body) if body else self._is_accumulated_over_calls
+        test = partial(self._is_accumulated, self.body(loop)) if loop else self._is_accumulated_over_calls
         size = sum(size for part, size in self.parts(exchange) if test(part))
         return size if size >= max(FEW_SCALARS, SHARE * exchange.operand) else 0
 
@@ -166,7 +166,7 @@ class Search(Subject[Instruction]):
         reached = self.linear(body, [node])
         if reached != {index}:
             return False
-        nodes = self.flow.reached([node], True, lambda _: True, self.inside(body))
+        nodes = self.flow.reached([node], within=self.inside(body))
         return any(self.flow.opcode(n) in SUMS or self._adds_to(n, nodes) for n in nodes)
 
     def _adds_to(self, node: Node, nodes: set[Node]) -> bool:
@@ -198,7 +198,7 @@ class Search(Subject[Instruction]):
         entry = {self.flow.node(self.program.entry, x): i for i, x in enumerate(self.program.parameters)}
         next_values = dict[Node, set[Node]]()
         for loop, _ in self.loops():
-            body = loop.operation.called("body")[0]
+            body = self.body(loop)
             for n, result in zip(self.carried(body), flow.results(body), strict=True):
                 next_values[n] = self.moved_from([result], WHOLE)
 
@@ -232,14 +232,14 @@ class Search(Subject[Instruction]):
         return exchange.kind != "collective-permute" and not is_reported
 
     def only_accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
-        body = loop.operation.called("body")[0]
+        body = self.body(loop)
         reached = self.linear(body, self.flow.leaves(exchange.computation, exchange.x))
         return reached is not None and reached <= self.accumulators(body) | self._stacked(body)
 
     def merge_key(self, exchange: Exchange[Instruction]) -> tuple[str, str, int]:
         name = exchange.computation
         nodes = self.flow.leaves(name, exchange.x)
-        before = self.flow.reached(nodes, False, lambda _: True, self.inside(name))
+        before = self.flow.closure(nodes, self.inside(name))
         others = (x for x in self.exchanges if x.computation == name and x is not exchange and x.kind == exchange.kind)
         depth = sum(bool(before.intersection(self.flow.leaves(name, other.x))) for other in others)
         return name, str(exchange.groups), depth
@@ -258,7 +258,7 @@ class Search(Subject[Instruction]):
 
     def narrow_sums(self, loop: Loop[Instruction] | None) -> Iterator[tuple[Shape, Instruction]]:
         if loop is not None:
-            body = loop.operation.called("body")[0]
+            body = self.body(loop)
             shapes = [self.flow.places[node].shape for node in self.carried(body)]
             yield from ((shapes[i], loop.operation) for i in sorted(self.accumulators(body)) if shapes[i].is_narrow)
 
@@ -278,7 +278,7 @@ class Search(Subject[Instruction]):
         return any(earlier.intersection(self.flow.leaves(other.computation, other.x)) for other in others)
 
     def counted_once(self, loop: Loop[Instruction]) -> str:
-        inner = list(self.program.executed(loop.operation.called("body")[0]))
+        inner = list(self.program.executed(self.body(loop)))
         moved = sum(self.program.traffic(name, x) for name, x, _ in inner)
         # Loops over arrays in a TPU's vector memory move no bytes of main memory.
         if moved < COPIED and not any(True for name, x, _ in inner for _ in self.program.products(name, x)):
@@ -330,7 +330,7 @@ class Search(Subject[Instruction]):
     def _is_accumulated_over_calls(self, part: Node) -> bool:
         """Whether calls only add a value to an argument, and use it otherwise only if a counter selects that."""
         flow, program, gates = self.flow, self.program, self.gates
-        reached = flow.reached([part], True, lambda node: node not in gates)
+        reached = flow.reached([part], lambda node: node not in gates)
         if any(node in reached and node not in gates for node in flow.results(program.entry)):
             return False
         arguments = {flow.node(program.entry, x): x.shapes[0].elements for x in program.parameters}
@@ -344,7 +344,7 @@ class Search(Subject[Instruction]):
 
     def _decided_by_counter(self, predicate: Node) -> bool:
         """Whether a predicate depends only on scalars that are not floats, and on no collective."""
-        flow, closure = self.flow, self.closure(predicate)
+        flow, closure = self.flow, self.flow.closure([predicate])
         shapes = [flow.places[node].shape for node in closure if flow.places[node].x.shapes]
         is_scalar = any(not shape.dims and shape.kind == "pred" for shape in shapes)
         parameters = [flow.places[node].shape for node in closure if flow.places[node].x.opcode == "parameter"]
@@ -361,7 +361,7 @@ class Search(Subject[Instruction]):
         """Indices of the carried arrays to which each iteration of a loop writes one row."""
         stacked = set[int]()
         for i, (node, result) in enumerate(zip(self.carried(body), self.flow.results(body), strict=True)):
-            nodes = self.flow.reached([node], True, lambda _: True, self.inside(body))
+            nodes = self.flow.reached([node], within=self.inside(body))
             opcodes = {self.flow.opcode(n) for n in self.moved_from([result], frozenset(MOVING))}
             others = {j for j, other in enumerate(self.flow.results(body)) if other in nodes}
             if "dynamic-update-slice" in opcodes and others <= {i}:
