@@ -89,8 +89,8 @@ class Accumulate(WindowWrapper):
     same number of replicas or more; with fewer, windows are merged. A partial window can also continue with a different
     ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and changes nothing, if the window already has
     ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is narrower. A
-    tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the window gets that many additional
-    microbatches) on one replica; with several it holds only the first replica's window, so flush before saving.
+    tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the next microbatch completes the
+    window) on one replica; with several it holds only the first replica's window, so flush before saving.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 
@@ -125,7 +125,6 @@ class Accumulate(WindowWrapper):
         self.order: Order = order
         self.wire: Wire | None = wire
         self.max_every = max_every
-        self._description = f"{reduction}, precision {precision!r}" + (f", {wire!r}" if wire else "")
         self._combined, self._weights, self._unweighted = combined, Weights(), UnweightedSizes(self)
         self._scaled_outside = False
         self.inner_optimizer = inner
@@ -158,14 +157,15 @@ class Accumulate(WindowWrapper):
         if not inner.built:
             inner.build(variables)
         settings.require_built_alike(inner, variables)
+        description = f"{self.reduction}, precision {self.precision!r}" + (f", {self.wire!r}" if self.wire else "")
         with keras.name_scope(self.name):
-            window = BackendWindow(rules, parts, inner, variables)
+            window = BackendWindow(rules, parts, inner, variables, description)
         if self._scaled_outside:
             settings.require_agreed_scale(window.replicas)
         for variable in window.variables:
             self._track_variable(variable)
         self._window = window
-        self._checkpointed = window.checkpointed(self._description)
+        self._checkpointed = window.layout()
         # Bypasses Keras' attribute tracking: the trained variables are not variables of the optimizer.
         self.__dict__["_trainable_variables"] = variables
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
@@ -194,7 +194,7 @@ class Accumulate(WindowWrapper):
         window = self._built_window()
         gradients = self._aligned(gradients, trainable_variables)
         require_given("a gradient for one variable or more", next((x for x in gradients if x is not None), None))
-        weight = self._weights.current() if weight is None else weight
+        weight = self._weights.current if weight is None else weight
         if weight is None:
             self._unweighted.add(window)
         window.contribute(gradients, 1 if weight is None else weight)
@@ -226,7 +226,7 @@ class Accumulate(WindowWrapper):
           them in this order: jax.jit pairs donated arguments with results by position.
         """
         settings.require_jax("stateless_apply")
-        with self._weights.set_to(self._weights.current() if weight is None else weight):
+        with self._weights.set_to(self._weights.current if weight is None else weight):
             # Not super(), which in `ScaledAccumulate` is LossScaleOptimizer.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
@@ -267,13 +267,9 @@ class Accumulate(WindowWrapper):
     @operation("Accumulate")
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Finalizes the variables as the inner optimizer does; called at the end of ``fit``."""
-        if self._window is None:
-            return
-        self._unweighted.end(self._window)
-        if not self._window.have_values(var_list):
-            return
-        super().finalize_variable_values(var_list)
-        self._window.unshare(var_list)
+        if self._window is not None:
+            self._unweighted.end(self._window)
+            self._window.finalize(var_list)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, with the inner optimizer's config."""

@@ -10,11 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gradcombine import tree
 from gradcombine.integrations.jax.run_if import run_if
-from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.integrations.keras_optimizers import without_update
-from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree
 
 
@@ -25,24 +24,22 @@ class JaxWindow(KerasWindow):
     window, also on several devices, as a jax.Array spans them.
     """
 
-    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
-        super().__init__(rules, parts, optimizer, variables)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._sizes: set[int] = set()
         self._sizes_before: set[int] = set()
 
     def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
-        before = self.resumed(self._read())
-        after = self.rules.contribute(before, self.parts.split(gradients), weight)
+        after = self.rules.contribute(self._read(), self.parts.split(gradients), weight)
         full = self.rules.is_full(after)
-        self.write(after)
         present = [gradient is not None for gradient in gradients]
-        self.touched.assign(self.marked(present, full, after.index))
+        self.load([after], self.marked(present, full, after.index))
         self._seen |= {i for i, is_present in enumerate(present) if is_present}
         self._apply_if(full, after)
 
     def flush(self) -> Array:
         state = self._read()
-        partial = self.rules.is_partial(self.ended(state))
+        partial = self.rules.is_partial(state)
         self._apply_if(partial, state)
         self.touched.assign(self.marked([False] * len(self._targets), partial, state.index))
         return partial
@@ -62,27 +59,23 @@ class JaxWindow(KerasWindow):
         self._sizes_before |= sizes
         return sizes
 
-    def load(self, states: list[AccumulateState], touched: Array) -> None:
-        self.write(states[0])
-        self.touched.assign(touched)
+    def components(self, variable: Any) -> list[Any]:
+        return [variable]
 
-    def values(self, variable: Any) -> list[Leaf]:
-        return [variable.numpy()]
+    def finalize(self, variables: Sequence[Any]) -> None:
+        """Finalizes the variables, and copies their buffers, which they share with Keras' moving averages.
 
-    def have_values(self, variables: Sequence[Any]) -> bool:
-        """Whether the variables have values; they have none while ``fit`` runs, and after it has failed."""
-        return all(variable._value is not None for variable in variables)
-
-    def unshare(self, variables: Sequence[Any]) -> None:
-        """Copies the variables' buffers, which they share with the moving averages that Keras assigned to them.
-
-        ``fit`` donates all buffers, and donating one twice is an error.
+        ``fit`` donates all buffers, and donating one twice is an error. Does nothing while the variables have no
+        values: while ``fit`` runs, and after it has failed.
         """
-        for variable in variables:
-            variable.assign(jnp.copy(variable.value))
+        if all(variable._value is not None for variable in variables):
+            super().finalize(variables)
+            for variable in variables:
+                variable.assign(jnp.copy(variable.value))
 
     def _read(self) -> AccumulateState:
-        return self.read(lambda variable: variable.value)
+        state = tree.unflatten(self.structure, [x.value for x in self.leaves])
+        return self.resumed(state, self.touched.value)
 
     def _apply_if(self, condition: Scalar, window: AccumulateState) -> None:
         variables = [*self._targets, *self._optimizer.variables]

@@ -31,19 +31,21 @@ class TensorflowWindow(KerasWindow):
     cross-replica context, as tf.distribute requires if there are collectives inside.
     """
 
-    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
+    def __init__(
+        self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str
+    ) -> None:
         self._strategy = tf.distribute.get_strategy()
         require_synchronous(self._strategy)
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise invalid("a strategy with variables on every replica", type(self._strategy).__name__)
-        super().__init__(rules, parts, optimizer, variables)
+        super().__init__(rules, parts, optimizer, variables, description)
         self.replicas = self._strategy.num_replicas_in_sync
         # Batch sizes may be dynamic in a compiled step: a variable, which is not part of the state, records them.
         self._sizes = make_variable(_NO_SIZES, "sizes")
         *leaves, step, index = [x.value for x in self.leaves]
         position = {"step": step, "index": index}
         over_replicas = replace(rules, over=tf_replicas())
-        self._windows = ReplicaState(over_replicas, self.structure.children[0], leaves, position, self.resumed)
+        self._windows = ReplicaState(over_replicas, self.structure.children[0], leaves, position, self._resumed)
         self._update = Update(self._strategy, None, optimizer, variables, complete=True)
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
 
@@ -77,30 +79,23 @@ class TensorflowWindow(KerasWindow):
         if not tf.executing_eagerly():
             return ()
         ranges = [(low, high) for low, high in self.values(self._sizes) if low <= high]
-        for component in self._components(self._sizes):
+        for component in self.components(self._sizes):
             component.assign(_NO_SIZES)
         return (int(min(low for low, _ in ranges)), int(max(high for _, high in ranges))) if ranges else ()
 
-    def load(self, states: list[AccumulateState], touched: Array) -> None:
-        for i, variable in enumerate(self.leaves):
-            for component, state in zip(self._components(variable), states, strict=True):
-                component.assign(self.arrays(state)[i])
-        for component in self._components(self.touched):
-            component.assign(touched)
+    def layout(self) -> Layout:
+        return Layout([self.description, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
 
-    def checkpointed(self, description: str) -> Layout:
-        return Layout([description, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
-
-    def values(self, variable: Any) -> list[Leaf]:
-        return [x.numpy() for x in self._components(variable)]
-
-    def _components(self, variable: Any) -> list[Leaf]:
+    def components(self, variable: Any) -> list[Any]:
         return list(self._strategy.experimental_local_results(variable.value))
+
+    def _resumed(self, state: AccumulateState) -> AccumulateState:
+        return self.resumed(state, self.touched.value)
 
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Array:
         state = self._windows.unread()
-        partial = self.rules.is_partial(self.ended(state))
+        partial = self.rules.is_partial(state)
         _in_cross_replica(self._apply_if, partial)
         self._mark([False] * len(self._targets), partial, state.index)
         return partial

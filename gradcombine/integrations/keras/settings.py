@@ -141,26 +141,16 @@ class Parts:
         return [i for i, overwritten in enumerate(self._overwritten) if not overwritten][position]
 
 
-class Weights:
-    """Thread-local microbatch weight: tf.distribute runs each replica in a thread."""
+class Weights(threading.local):
+    """Weight of the microbatches that a thread applies, or None: tf.distribute runs each replica in a thread."""
 
-    def __init__(self) -> None:
-        self._by_thread: dict[int, Any] = {}
+    current: Scalar = None
 
     @contextmanager
     def set_to(self, weight: Scalar) -> Iterator[None]:
         """Sets this thread's weight inside a with statement."""
-        thread = threading.get_ident()
-        before = self._by_thread.get(thread)
-        self._by_thread[thread] = weight
+        before, self.current = self.current, weight
         try:
             yield
         finally:
-            if before is None:
-                del self._by_thread[thread]
-            else:
-                self._by_thread[thread] = before
-
-    def current(self) -> Array:
-        """This thread's weight, or None."""
-        return self._by_thread.get(threading.get_ident())
+            self.current = before

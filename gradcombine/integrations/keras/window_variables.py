@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -19,9 +19,8 @@ from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, depth_of, replace_window, whole_window
 from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile import resize
-from gradcombine.types import AccumulateState, Array, BinaryCounter, DType, Leaf, Scalar, State
+from gradcombine.types import AccumulateState, Array, BinaryCounter, DType, Leaf, Scalar
 
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
 DESCRIPTION_KEY = "window"
@@ -33,15 +32,10 @@ class KerasWindow(ABC):
 
     Subclasses implement reads, writes and conditionals of a backend.
 
-    Whether a window was applied is stored, not inferred from its number of microbatches: a checkpoint may hold a window
-    of another length, which must not be lost or applied twice.
-
     Attributes:
       replicas: number of replicas, each with its own window.
       leaves: variables of the state's leaves.
       structure: tree structure of the state.
-      rules: pure functions of the window.
-      parts: splits gradients into the tree that is reduced.
       touched: int32 variable: per trainable variable, 1 + the index of the last window with a gradient for it; as last
         element, 1 + the index of the last window that was applied.
 
@@ -50,16 +44,18 @@ class KerasWindow(ABC):
       parts: splits gradients into the tree that is reduced.
       optimizer: the inner optimizer, built.
       variables: its trainable variables.
+      description: reduction, precision and wire, which a saved window has to match.
     """
 
     replicas = 1
 
-    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
-        like = [np.broadcast_to(np.zeros((), dtypes.parse(_dtype(v))), tuple(v.shape)) for v in variables]
-        initial, self.structure = tree.flatten(rules.init(parts.split(like)))
-        self.rules, self.parts = rules, parts
+    def __init__(
+        self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str
+    ) -> None:
+        self.rules, self.parts, self.description = rules, parts, description
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
+        initial, self.structure = tree.flatten(self.empty())
         self.touched = make_variable(np.zeros(len(variables) + 1, np.int32), "touched")
         names = [_name_and_layout(path, parts, variables) for path in self.structure.paths()]
         self.leaves = [make_variable(x, *name) for x, name in zip(initial, names, strict=True)]
@@ -89,105 +85,67 @@ class KerasWindow(ABC):
         """Returns the recorded sizes, or their minimum and maximum, and resets the record."""
 
     @abstractmethod
-    def load(self, states: list[AccumulateState], touched: Array) -> None:
-        """Replaces the state of each replica."""
+    def components(self, variable: Any) -> list[Any]:
+        """Variable of each replica."""
 
-    @abstractmethod
-    def values(self, variable: Any) -> list[Array]:
-        """Value of a variable of the window on each replica."""
-
-    def checkpointed(self, description: str) -> Any:
+    def layout(self) -> Any:
         """Trackable object that tf.train.Checkpoint compares on restore, or None."""
         return None
 
-    def have_values(self, variables: Sequence[Any]) -> bool:
-        """Whether the variables have values."""
-        return True
-
-    def unshare(self, variables: Sequence[Any]) -> None:
-        """Copies the buffers of variables that may share them."""
-        return
+    def finalize(self, variables: Sequence[Any]) -> None:
+        """Finalizes the variables as the inner optimizer does, at the end of ``fit``."""
+        self._optimizer.finalize_variable_values(variables)
 
     @property
     def variables(self) -> list[keras.Variable]:
         """All variables of the window."""
         return [*self.leaves, self.touched]
 
-    def read(self, value: Callable[[keras.Variable], Any]) -> AccumulateState:
-        """Returns the state with ``value(variable)`` as leaves."""
-        return tree.unflatten(self.structure, map(value, self.leaves))
+    def empty(self) -> AccumulateState:
+        """An empty window of NumPy arrays."""
+        like = [np.broadcast_to(np.zeros((), dtypes.parse(_dtype(v))), tuple(v.shape)) for v in self._targets]
+        return self.rules.init(self.parts.split(like))
 
-    @property
-    def depth(self) -> int:
-        """Number of levels of the state."""
-        return self.leaves[0].shape[0] if self._is_counter else 1
+    def values(self, variable: Any) -> list[np.ndarray]:
+        """Value of a variable of the window on each replica."""
+        return [component.numpy() for component in self.components(variable)]
 
-    @property
-    def _is_counter(self) -> bool:
-        return self.structure.children[0].kind is BinaryCounter
+    def load(self, states: Sequence[AccumulateState], touched: Array) -> None:
+        """Replaces the state of each replica."""
+        rows = [[*tree.flatten_as(self.structure, state), touched] for state in states]
+        for variable, *values in zip(self.variables, *rows, strict=True):
+            for component, value in zip(self.components(variable), values, strict=True):
+                component.assign(value)
 
-    def levels(self, arrays: Sequence[np.ndarray]) -> tuple[State] | BinaryCounter:
-        """Builds levels from the arrays of a saved window, which may have another number of levels.
+    def resumed(self, state: AccumulateState, touched: Array) -> AccumulateState:
+        """Marks a stored window as over if it was applied.
 
-        Raises:
-          GradCombineError: for another number of arrays, other shapes, and dtypes that a cast would round.
+        This is recorded in `touched`, as ``step`` of an applied window is its number of microbatches in files.
         """
-        leaves = self.leaves[: -3 if self._is_counter else -2]
-        is_counter = len(arrays) == len(leaves) + 1
-        require_equal("{} arrays, or a counter of them", len(leaves) + is_counter, len(arrays))
-        skipped = 1 if self._is_counter else 0
-        values = [_cast(x, array, int(is_counter), skipped) for x, array in zip(leaves, arrays, strict=False)]
-        part = tree.unflatten(self.structure.children[0].children[0], values)
-        return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if is_counter else (part,)
-
-    def arrays(self, state: AccumulateState) -> list[Array]:
-        """Leaves of a state, one per variable in ``leaves``."""
-        return tree.flatten_as(self.structure, state)
-
-    def ended(self, state: AccumulateState) -> AccumulateState:
-        """Ends the window if it was applied."""
-        return self.rules.end(state, self.touched.value[-1] == state.index + 1)
-
-    def resumed(self, state: AccumulateState) -> AccumulateState:
-        """Returns the state to continue with.
-
-        If a checkpoint holds a full window that was not applied, that many additional microbatches are added to it.
-        """
-        step = keras.ops.where(self.rules.is_full(state), np.int32(0), state.step)
-        return self.ended(state._replace(step=step))
+        return self.rules.end(state, touched[-1] == state.index + 1)
 
     def marked(self, present: Sequence[bool], applied: Scalar, index: Scalar) -> Array:
         """Returns `touched` after a microbatch with gradients for the ``present`` variables, or after a flush."""
         changed = keras.ops.append(np.array(present, np.bool_), applied)
         return keras.ops.where(changed, index + 1, keras.ops.convert_to_tensor(self.touched.value))
 
-    def write(self, state: AccumulateState) -> None:
-        """Assigns a state to the variables."""
-        for x, array in zip(self.leaves, self.arrays(state), strict=True):
-            x.assign(array)
 
-
-def save(store: Any, others: Sequence[Any], window: KerasWindow, description: str) -> None:
+def save(store: Any, others: Sequence[Any], window: KerasWindow) -> None:
     """Saves variables under their numbers, those of the window stacked over the replicas."""
     for i, variable in enumerate(others):
         store[str(i)] = variable.numpy()
     for i, variable in enumerate(window.variables, len(others)):
         store[str(i)] = np.stack(window.values(variable))
-    store[DESCRIPTION_KEY] = np.frombuffer(description.encode(), np.uint8)
+    store[DESCRIPTION_KEY] = np.frombuffer(window.description.encode(), np.uint8)
 
 
-def load(store: Any, others: Sequence[Any], window: KerasWindow, description: str) -> None:
+def load(store: Any, others: Sequence[Any], window: KerasWindow) -> None:
     """Loads the result of `save`, for any number of replicas; see `replace`."""
     # A store may be of any class, and its contents damaged.
     with translate_errors("a window, as it was saved", Exception):
-        received = np.asarray(store[DESCRIPTION_KEY]).tobytes().decode()
+        description = np.asarray(store[DESCRIPTION_KEY]).tobytes().decode()
         arrays = [as_array(store[str(i)]) for i in range(len(names_in(store)) - 1)]
-    values = values_of(others, arrays[: len(others)])
-    saved = arrays[len(others) :]
-    require_window(saved)
-    replace(saved, window, received, description)
-    for variable, value in zip(others, values, strict=True):
-        variable.assign(value)
+    replace(window, arrays[len(others) :], description, others, arrays[: len(others)])
 
 
 def names_in(store: Any) -> list[str]:
@@ -206,14 +164,50 @@ def as_array(value: Leaf) -> np.ndarray:
     return array
 
 
-def values_of(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Casts arrays to the variables' dtypes; raises if one does not fit, before any is assigned."""
-    require_equal("{} arrays", len(variables), len(arrays))
-    return [_cast(x, array, casting="same_kind") for x, array in zip(variables, arrays, strict=True)]
+def replace(
+    window: KerasWindow,
+    saved: Sequence[np.ndarray],
+    description: str,
+    others: Sequence[Any],
+    values: Sequence[np.ndarray],
+) -> None:
+    """Replaces the windows of all replicas by a saved one, and assigns ``values`` to other variables.
+
+    A saved window without pending microbatches that does not fit is replaced by an empty one.
+
+    Args:
+      window: the window whose state is replaced.
+      saved: variables of the saved window, stacked over the replicas.
+      description: description of the saved window.
+      others: variables outside of the window.
+      values: their new values.
+
+    Raises:
+      GradCombineError: for a partial window that cannot be continued. Nothing is changed then.
+    """
+    require_equal("{} arrays", len(others), len(values))
+    values = [_cast(x, array, casting="same_kind") for x, array in zip(others, values, strict=True)]
+    _require_stacked(saved)
+    *_, step, index, touched = saved
+    try:
+        states, marks = _states(window, saved, description), touched.max(0)
+    except GradCombineError:
+        if is_pending(window, saved):
+            raise
+        empty = window.empty()._replace(index=np.int32(index[0] + (step[0] > 0)))
+        states, marks = [empty] * window.replicas, np.zeros(window.touched.shape, np.int32)
+    window.load(states, marks)
+    for variable, value in zip(others, values, strict=True):
+        variable.assign(value)
 
 
-def require_window(arrays: Sequence[np.ndarray]) -> None:
-    """Raises unless these are the arrays of a saved window, stacked over the replicas."""
+def is_pending(window: KerasWindow, saved: Sequence[np.ndarray]) -> bool:
+    """Whether a saved window holds microbatches that have not been applied."""
+    *_, step, index, touched = saved
+    return bool(window.rules.is_partial(window.resumed(AccumulateState((), step[0], index[0]), touched[0])))
+
+
+def _require_stacked(arrays: Sequence[np.ndarray]) -> None:
     axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
     wrong = axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size
     expected = "arrays with a leading axis of replicas, of which the last three are the integers step, index, touched"
@@ -221,77 +215,49 @@ def require_window(arrays: Sequence[np.ndarray]) -> None:
         raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
 
 
-def is_pending(arrays: Sequence[np.ndarray]) -> bool:
-    """Whether a saved window holds microbatches that have not been applied."""
-    *_, step, index, touched = arrays
-    return bool(step[0] > 0 and touched[0, -1] != index[0] + 1)
-
-
-def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, description: str) -> None:
-    """Replaces the state of all replicas by a saved window.
-
-    A saved window without pending microbatches that does not fit is replaced by an empty one.
-
-    Args:
-      arrays: variables of the saved window, stacked over the replicas.
-      window: the window whose state is replaced.
-      received: description of the saved window.
-      description: description of ``window``.
-
-    Raises:
-      GradCombineError: for a partial window that cannot be continued. Nothing is changed then.
-    """
-    *_, step, index, touched = arrays
-    marks = np.zeros(window.touched.shape, np.int32)
-    try:
-        states = _states(arrays, window, received, description)
-        marks = touched.max(0)
-    except GradCombineError:
-        if is_pending(arrays):
-            raise
-        states = [_empty(window, int(index[0]) + int(step[0] > 0))] * window.replicas
-    window.load(states, marks)
-
-
-def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, expected: str) -> list[AccumulateState]:
-    *leaves, step, index, touched = arrays
-    require_equal("a window of {}", expected, received)
-    require_equal("a window of {} variables", window.touched.shape[0] - 1, touched.shape[1] - 1)
-    states = [_state(window, [x[rank] for x in (*leaves, step, index)]) for rank in range(len(step))]
-    full = is_pending(arrays) and window.rules.is_full(states[0])
-    if full:
-        raise invalid("a window of fewer microbatches than every", f"{int(step[0])} that have not been applied")
-    return _redistributed(window.rules.reduction, states, window.replicas)
-
-
-def _state(window: KerasWindow, arrays: Sequence[np.ndarray]) -> AccumulateState:
-    """Builds one replica's state with the window's depth from arrays that may have another depth."""
-    *leaves, step, index = arrays
-    saved = AccumulateState(window.levels(leaves), step, index)
-    if (depth := depth_of(saved)) == window.depth:
-        return saved
-    if isinstance(saved.levels, BinaryCounter) and depth < window.depth and saved.levels.filled < 2**depth:
-        return saved._replace(levels=binary_counter.deeper(window.rules.reduction, saved.levels, window.depth))
-    empty = _empty(window, 0)._replace(step=step, index=index)
-    return replace_window(window.rules.reduction, empty, whole_window(window.rules.reduction, saved))
-
-
-def _empty(window: KerasWindow, index: int) -> AccumulateState:
-    state = window.read(lambda variable: variable.numpy())
-    return AccumulateState(cleared(window.rules.reduction, state.levels), np.int32(0), np.int32(index))
-
-
-def _redistributed(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:
-    """Redistributes the replicas' states over another number of replicas.
+def _states(window: KerasWindow, saved: Sequence[np.ndarray], description: str) -> list[AccumulateState]:
+    """Redistributes the saved windows over the replicas.
 
     Additional replicas get empty windows. With fewer replicas, windows are merged, which changes the order of
     additions.
     """
-    if replicas >= len(states):
-        empty = states[0]._replace(levels=cleared(reduction, states[0].levels))
-        return [*states, *[empty] * (replicas - len(states))]
-    merged = resize(reduction, [whole_window(reduction, state) for state in states], replicas)
-    return [replace_window(reduction, states[0], window) for window in merged]
+    require_equal("a window of {}", window.description, description)
+    require_equal("a window of {} variables", window.touched.shape[0] - 1, saved[-1].shape[1] - 1)
+    states = [_state(window, arrays) for arrays in zip(*saved[:-1], strict=True)]
+    first, reduction = states[0], window.rules.reduction
+    full = is_pending(window, saved) and window.rules.is_full(first)
+    if full:
+        raise invalid("a window of fewer microbatches than every", f"{int(first.step)} that have not been applied")
+    if window.replicas < len(states):
+        merged = resize(reduction, [whole_window(reduction, state) for state in states], window.replicas)
+        return [replace_window(reduction, first, part) for part in merged]
+    empty = first._replace(levels=cleared(reduction, first.levels))
+    return [*states, *[empty] * (window.replicas - len(states))]
+
+
+def _state(window: KerasWindow, arrays: Sequence[np.ndarray]) -> AccumulateState:
+    """Builds one replica's state from saved arrays, whose number of levels may differ.
+
+    Raises:
+      GradCombineError: for another number of arrays, other shapes, and dtypes that a cast would round.
+    """
+    *leaves, step, index = arrays
+    part = window.structure.children[0].children[0]
+    variables = window.leaves[: len([*part.paths()])]
+    is_counter = len(leaves) == len(variables) + 1
+    require_equal("{} arrays, or a counter of them", len(variables) + is_counter, len(leaves))
+    skipped = int(window.structure.children[0].kind is BinaryCounter)
+    level = tree.unflatten(
+        part, [_cast(x, array, int(is_counter), skipped) for x, array in zip(variables, leaves, strict=False)]
+    )
+    saved = AccumulateState(BinaryCounter(level, np.int32(leaves[-1])) if is_counter else (level,), step, index)
+    empty, reduction = window.empty()._replace(step=step, index=index), window.rules.reduction
+    depth, wanted = depth_of(saved), depth_of(empty)
+    if depth == wanted:
+        return saved
+    if isinstance(saved.levels, BinaryCounter) and depth < wanted and saved.levels.filled < 2**depth:
+        return saved._replace(levels=binary_counter.deeper(reduction, saved.levels, wanted))
+    return replace_window(reduction, empty, whole_window(reduction, saved))
 
 
 def _cast(variable: Any, array: np.ndarray, levels: int = 0, skipped: int = 0, casting: Any = "safe") -> np.ndarray:

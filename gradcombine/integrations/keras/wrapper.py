@@ -84,10 +84,6 @@ class Wrapper(_Optimizer):
         """Scales the loss as the inner optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Finalizes the variables as the inner optimizer does."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
     def __getattr__(self, name: str) -> Any:
         # Called only for attributes that this optimizer does not have.
         if name.startswith("_") or "inner_optimizer" not in vars(self):
@@ -122,11 +118,9 @@ class WindowWrapper(Wrapper):
 
     Attributes:
       _window: the window; None until the optimizer is built.
-      _description: reduction, precision and wire of the window, which a file has to match.
     """
 
     _window: KerasWindow | None = None
-    _description: str
 
     @property
     def variables(self) -> list[Any]:
@@ -141,25 +135,21 @@ class WindowWrapper(Wrapper):
           GradCombineError: for other shapes; for a partial window that cannot be continued, or if there are several
             replicas, as the weights contain the first one's window only. Nothing is changed then.
         """
-        window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
+        window, others = self._built_window(), self._others()
         arrays = list(map(windows.as_array, require_items("a list of weights", weights)))
         require_equal("weights of shapes {}", [tuple(x.shape) for x in self.variables], [x.shape for x in arrays])
         start, stop = len(others), len(self._variables)
-        rest = [*others, *inner]
-        values = windows.values_of(rest, [*arrays[:start], *arrays[stop:]])
         saved = [x[np.newaxis] for x in arrays[start:stop]]
-        windows.require_window(saved)
-        if window.replicas > 1 and windows.is_pending(saved):
+        if window.replicas > 1 and windows.is_pending(window, saved):
             raise invalid("a window of all replicas, as in a file", "one of the first replica only")
-        windows.replace(saved, window, self._description, self._description)
-        for variable, value in zip(rest, values, strict=True):
-            variable.assign(value)
+        rest = [*others, *self.inner_optimizer.variables]
+        windows.replace(window, saved, window.description, rest, [*arrays[:start], *arrays[stop:]])
 
     @operation("Accumulate")
     def save_own_variables(self, store: Any) -> None:
         """Saves the windows of all replicas, if built; Keras saves the inner optimizer separately."""
         if self._window is not None:
-            windows.save(store, self._others(), self._window, self._description)
+            windows.save(store, self._others(), self._window)
 
     @operation("Accumulate")
     def load_own_variables(self, store: Any) -> None:
@@ -171,7 +161,7 @@ class WindowWrapper(Wrapper):
         """
         in_file = windows.DESCRIPTION_KEY in windows.names_in(store)
         if self._window is not None and in_file:
-            windows.load(store, self._others(), self._window, self._description)
+            windows.load(store, self._others(), self._window)
         elif self._window is not None:
             self._warn_skipped("the file contains none")
         elif in_file:

@@ -75,7 +75,7 @@ class ReplicaState:
 
     def read(self) -> AccumulateState:
         """This replica's state."""
-        return self._resumed(self._state([tf.convert_to_tensor(x) for x in self._leaves()]))
+        return self._state([tf.convert_to_tensor(x) for x in self._leaves()])
 
     def unread(self) -> AccumulateState:
         """This replica's state with variables as leaves; only the position is read."""
@@ -92,7 +92,7 @@ class ReplicaState:
             return Pending(after), self.window.is_full(after)
         leaves = self._leaves()
         totals = map(tf.convert_to_tensor, leaves[self._added :])
-        before = self._resumed(self._state([*leaves[: self._added], *totals]))
+        before = self._state([*leaves[: self._added], *totals])
         level: Any = before.levels[0]
         with unguarded():  # the product is computed here, and added inside a conditional
             part = self.window.reduction.contribution(level, gradients, weight)
@@ -171,7 +171,7 @@ class ReplicaState:
 
     def _state(self, leaves: Sequence[Leaf]) -> AccumulateState:
         position = {name: tf.convert_to_tensor(_of_this_replica(x)) for name, x in self.position.items()}
-        return AccumulateState(levels=tree.unflatten(self._structure, list(leaves)), **position)
+        return self._resumed(AccumulateState(levels=tree.unflatten(self._structure, list(leaves)), **position))
 
 
 class Layout(tf.train.experimental.PythonState):
