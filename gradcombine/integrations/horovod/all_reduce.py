@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import tensorflow as tf
 
 from gradcombine import reductions, tree, wires
@@ -207,11 +208,8 @@ class AllReduce:
         size = self._over.size()
         if max(self._process_set) >= size:
             raise invalid(f"a process set of ranks below {size}", list(self._process_set))
-        rank, included = self._over.rank(), backend.full((), 0, dtypes.INT32)
-        one = backend.full((), 1, dtypes.INT32)
-        for member in self._process_set:
-            included = backend.where(rank == backend.full((), member, backend.dtype(rank)), one, included)
-        return included
+        table = np.array([rank in self._process_set for rank in range(size)], np.int32)
+        return backend.slice_at(backend.asarray(table), self._over.rank())
 
 
 def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ class Accumulate(WindowWrapper):
     ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and changes nothing, if the window already has
     ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is narrower. A
     tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the next microbatch completes the
-    window) on one replica; with several it holds only the first replica's window, so flush before saving.
+    window) on one replica; with several it holds only the first replica's window, so flush before saving. A pickled or
+    deep-copied optimizer has its values again once it is built.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 
@@ -134,9 +135,8 @@ class Accumulate(WindowWrapper):
     @operation("Accumulate")
     def __setattr__(self, name: str, value: object) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
-            both = settings.scales_loss(self.inner_optimizer)
-            if both:
-                raise invalid(settings.ONE_LOSS_SCALE, "both")
+            if settings.scales_loss(self.inner_optimizer):
+                raise invalid("one LossScaleOptimizer, around this optimizer or inside", "both")
             # A LossScaleOptimizer around this one assigns None, as it unscales the gradients.
             self._scaled_outside = value is None
         super().__setattr__(name, value)
@@ -156,12 +156,15 @@ class Accumulate(WindowWrapper):
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
-        settings.require_built_alike(inner, variables)
+        if list(map(id, inner._trainable_variables)) != list(map(id, variables)):
+            expected = "an inner optimizer that is not built, or built with the same variables"
+            raise invalid(expected, "one built with others")
         description = f"{self.reduction}, precision {self.precision!r}" + (f", {self.wire!r}" if self.wire else "")
         with keras.name_scope(self.name):
             window = BackendWindow(rules, parts, inner, variables, description)
-        if self._scaled_outside:
-            settings.require_agreed_scale(window.replicas)
+        if self._scaled_outside and window.replicas > 1:
+            expected = "Accumulate(LossScaleOptimizer(...)), which checks the gradients of all replicas"
+            raise invalid(expected, "LossScaleOptimizer(Accumulate(...)), which checks those of the first replica only")
         for variable in window.variables:
             self._track_variable(variable)
         self._window = window
@@ -170,6 +173,7 @@ class Accumulate(WindowWrapper):
         self.__dict__["_trainable_variables"] = variables
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
         self.built = True
+        self._load_unpickled()
 
     @operation("Accumulate")
     def apply(

@@ -81,23 +81,6 @@ def scales_loss(optimizer: Any) -> bool:
     return any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in chain(optimizer))
 
 
-ONE_LOSS_SCALE = "one LossScaleOptimizer, around this optimizer or inside"
-
-
-def require_built_alike(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raises if an inner optimizer was built with other variables, or in another order."""
-    if [id(x) for x in optimizer._trainable_variables] != [id(x) for x in variables]:
-        raise invalid("an inner optimizer that is not built, or built with the same variables", "one built with others")
-
-
-def require_agreed_scale(replicas: int) -> None:
-    """Raises for a LossScaleOptimizer around the accumulating optimizer if there are several replicas."""
-    expected = "Accumulate(LossScaleOptimizer(...)), which checks the gradients of all replicas"
-    received = "LossScaleOptimizer(Accumulate(...)), which checks those of the first replica only"
-    if replicas > 1:
-        raise invalid(expected, received)
-
-
 def reduction_of(name: ReductionName, precision: Precision, dtype: DType, wire: Wire | None) -> Reduction:
     require_one_of(f"a reduction of {list(get_args(ReductionName))}", name, get_args(ReductionName))
     return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype, wire=wire)

@@ -118,9 +118,27 @@ class WindowWrapper(Wrapper):
 
     Attributes:
       _window: the window; None until the optimizer is built.
+      _unpickled: values of the optimizer that this one is a copy of, until it is built: the result of
+        `save_own_variables`, and the inner optimizer's variables. None for other optimizers.
     """
 
     _window: KerasWindow | None = None
+    _unpickled: tuple[dict[str, Any], list[np.ndarray]] | None = None
+
+    def __reduce__(self) -> Any:
+        values = self._unpickled
+        if self._window is not None:
+            values = ({}, [x.numpy() for x in self.inner_optimizer.variables])
+            self.save_own_variables(values[0])
+        return _copied, (keras.optimizers.serialize(self), values)
+
+    def _load_unpickled(self) -> None:
+        """Assigns the values that the optimizer was unpickled with, once it is built."""
+        if self._unpickled is not None:
+            store, values = self.__dict__.pop("_unpickled")
+            self.load_own_variables(store)
+            for variable, value in zip(self.inner_optimizer.variables, values, strict=True):
+                variable.assign(value)
 
     @property
     def variables(self) -> list[Any]:
@@ -176,3 +194,9 @@ class WindowWrapper(Wrapper):
     def _others(self) -> list[Any]:
         """Variables of this optimizer except for the window's."""
         return self._variables[: len(self._variables) - len(self._built_window().variables)]
+
+
+def _copied(config: dict[str, Any], values: Any) -> Any:
+    optimizer = keras.optimizers.deserialize(config)
+    vars(optimizer)["_unpickled"] = values  # not by setattr, which Keras tracks
+    return optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from copy import deepcopy
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,22 @@ def test_what_is_not_built_says_so(tmp_path: Path) -> None:
     model.save_weights(tmp_path / "a.weights.h5")
     with pytest.warns(UserWarning, match="the optimizer is not built; call build"):
         other.load_weights(tmp_path / "a.weights.h5")
-    again: Any = pickle.loads(pickle.dumps(Accumulate("sgd", 3)))
-    assert again.every == 3
+
+
+@pytest.mark.parametrize("copy_of", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_once_it_is_built(copy_of: Any) -> None:
+    assert copy_of(Accumulate("sgd", 3)).every == 3
+    w, again = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+    optimizer = Accumulate(keras.optimizers.SGD(0.5, momentum=0.5), 2)
+    optimizer.build([w])
+    feed(optimizer, w, range(1, 4))
+    again.assign(w.value)
+    copied = copy_of(copy_of(optimizer))
+    copied.build([again])
+    assert bits(copied.variables) == bits(optimizer.variables)
+    feed(optimizer, w, range(4, 7))
+    feed(copied, again, range(4, 7))
+    assert bits([again, *copied.variables]) == bits([w, *optimizer.variables])
 
 
 INNER: dict[str, Any] = {
