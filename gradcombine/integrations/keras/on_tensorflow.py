@@ -31,9 +31,7 @@ class TensorflowWindow(KerasWindow):
     cross-replica context, as tf.distribute requires if there are collectives inside.
     """
 
-    def __init__(
-        self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str
-    ) -> None:
+    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str) -> None:
         self._strategy = tf.distribute.get_strategy()
         require_synchronous(self._strategy)
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):

@@ -23,7 +23,7 @@ from gradcombine.errors import (
 )
 from gradcombine.integrations.keras_optimizers import with_inner
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import Array, DType, Leaf, Precision, Scalar, Tree
+from gradcombine.types import DType, Leaf, Precision, Scalar, Tree
 from gradcombine.wires import Wire
 
 

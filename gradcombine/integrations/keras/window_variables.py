@@ -49,9 +49,7 @@ class KerasWindow(ABC):
 
     replicas = 1
 
-    def __init__(
-        self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str
-    ) -> None:
+    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str) -> None:
         self.rules, self.parts, self.description = rules, parts, description
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()

@@ -55,7 +55,12 @@ def hand_over(before: Program, after: Program, kind: str, folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "run", "made"),
     cases(
-        [("new", "compiled", False), ("variable", "function", False), ("earlier", "eager", True)],
+        [
+            ("new", "compiled", False),
+            ("new", "eager", False),
+            ("variable", "function", False),
+            ("earlier", "eager", True),
+        ],
         KINDS,
         RUNS,
         (False, True),

@@ -36,6 +36,19 @@ class Model(WeightedTrainStep, keras.Model):
     pass
 
 
+class Plain(keras.Model):
+    """A model that passes no weights to the optimizer."""
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "jit": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "several": {"steps_per_execution": 2},
+}
+"""Settings of ``compile``."""
+
+
 class Batches(keras.utils.PyDataset):
     """A dataset of the given batches, which may differ in size."""
 
@@ -78,46 +91,31 @@ def stepper(optimizer: Any, variables: Sequence[Any], mode: str) -> Callable[...
         optimizer.build(list(variables))
 
     def plain(gradients: Sequence[Any], weight: Any) -> None:
-        extra = {"weight": weight} if weighted else {}
-        optimizer.apply(gradients, list(variables), **extra)
+        optimizer.apply(gradients, list(variables), **({"weight": weight} if weighted else {}))
 
-    def step(gradients: Sequence[Any], weight: Any = None) -> None:
-        given = [None if g is None else tensor(g, v.dtype) for g, v in zip(gradients, variables, strict=True)]
-        # The weight is traced if compiled; concrete weights are covered by eager mode.
-        run(given, 1.0 if weight is None else weight)
-
-    if mode == "eager" and ON_JAX and not weighted:
-        # On JAX, Keras can only branch in the stateless apply.
-        run = _pure(optimizer, variables, weighted, jit=False)
-    elif mode == "eager":
-        run = plain
-    elif ON_JAX:
-        run = _pure(optimizer, variables, weighted)
-    else:
-        function = tf.function(plain, autograph=False)
-
-        def run(gradients: Sequence[Any], weight: Any) -> None:
-            function(gradients, tf.constant(weight))
-
-    return step
-
-
-def _pure(optimizer: Any, variables: Sequence[Any], weighted: bool, jit: bool = True) -> Callable[..., None]:
     def update(state: Any, gradients: Any, weight: Any, trained: Any) -> Any:
-        extra = {"weight": weight} if weighted else {}
-        return optimizer.stateless_apply(state, gradients, trained, **extra)
+        return optimizer.stateless_apply(state, gradients, trained, **({"weight": weight} if weighted else {}))
 
-    call = jax.jit(update) if jit else update
-
-    def run(gradients: Sequence[Any], weight: Any) -> None:
+    def pure(gradients: Sequence[Any], weight: Any) -> None:
         state, trained = [x.value for x in optimizer.variables], [x.value for x in variables]
-        trained, state = call(
-            state, list(gradients), np.asarray(weight, np.int32 if isinstance(weight, int) else np.float32), trained
-        )
+        weight = np.asarray(weight, np.int32 if isinstance(weight, int) else np.float32)
+        trained, state = (update if mode == "eager" else compiled)(state, gradients, weight, trained)
         for variable, value in zip([*variables, *optimizer.variables], [*trained, *state], strict=True):
             variable.assign(value)
 
-    return run
+    compiled = jax.jit(update) if ON_JAX else tf.function(plain, autograph=False)
+
+    def step(gradients: Sequence[Any], weight: Any = 1.0) -> None:
+        given = [None if g is None else tensor(g, v.dtype) for g, v in zip(gradients, variables, strict=True)]
+        # On JAX, Keras' own optimizers can only branch in the stateless apply.
+        if ON_JAX and (mode != "eager" or not weighted):
+            pure(given, weight)
+        elif mode == "eager":
+            plain(given, weight)
+        else:
+            compiled(given, tf.constant(weight))  # traced; concrete weights are covered by eager mode
+
+    return step
 
 
 def bits(variables: Sequence[Any]) -> list[bytes]:

@@ -1,16 +1,13 @@
 """These tests run on the backend that Keras is imported with; `test_jax_backend` runs them on JAX."""
 
-import keras
 import pytest
+
+from tests.integrations.keras.cases import ON_JAX
 
 JAX_ONLY = ("test_stateless.py",)
 TENSORFLOW_ONLY = ("test_jax_backend.py", "test_replicas.py", "test_merged_gradients.py")
 
-ON_JAX = keras.backend.backend() == "jax"
-
 collect_ignore = list(TENSORFLOW_ONLY if ON_JAX else JAX_ONLY)
-if not hasattr(keras.optimizers, "MultiOptimizer"):  # Keras 3.12, the oldest supported version
-    collect_ignore.append("test_multi_optimizer.py")
 
 
 @pytest.hookimpl(trylast=True)

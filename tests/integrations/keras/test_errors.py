@@ -17,6 +17,20 @@ def sgd(**settings: Any) -> Any:
     return keras.optimizers.SGD(1.0, **settings)
 
 
+def several(inner: Any) -> Any:
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
+
+
+WITH_SEVERAL = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12, the oldest supported version, has none"
+)
+SEVERAL = [
+    (lambda: Accumulate(several(Accumulate(sgd(), 2)), 2), "does not accumulate already"),
+    (lambda: Accumulate(several(sgd(gradient_accumulation_steps=4)), 2), "without gradient_accumulation_steps"),
+    (lambda: Accumulate(several(sgd()), 2).exclude_from_weight_decay(), "exclude_from_weight_decay on one of Multi"),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -30,6 +44,8 @@ def sgd(**settings: Any) -> Any:
         (lambda: Accumulate(sgd(gradient_accumulation_steps=4), 2), "without gradient_accumulation_steps, received 4"),
         (lambda: Accumulate(Accumulate(sgd(), 2), 2), "does not accumulate already"),
         (lambda: Accumulate(sgd(), 2).apply([tensor([1.0])]), "an optimizer that is built"),
+        (lambda: Accumulate(sgd(), 2).update_step(None, None, 1.0), "update_step"),
+        *(pytest.param(*case, marks=WITH_SEVERAL) for case in SEVERAL),
     ],
 )
 def test_arguments(make: Any, message: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import Batches, bits, linear, warned_of
+from tests.integrations.keras.cases import Batches, Plain, bits, linear, warned_of
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(-4, 5, (16, 2)).astype(np.float32), RNG.integers(-4, 5, (16, 1)).astype(np.float32)
@@ -57,10 +57,6 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
     model = trained(Accumulate(sgd(), 2), batches(4, 4, 4), epochs=2, callbacks=[FlushAtEpochEnd()])
     assert bits(model.weights) == bits(large.weights)
     assert int(model.optimizer.iterations) == 4
-
-
-class Plain(keras.Model):
-    """A model that passes no weights to the optimizer."""
 
 
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)

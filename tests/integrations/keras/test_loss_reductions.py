@@ -10,23 +10,13 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import Model, linear
+from tests.integrations.keras.cases import SETTINGS, Model, Plain, linear
 from tests.spec.selection import cases
 
 RNG = np.random.default_rng(3)
 ROWS, BATCH, EVERY = 11, 4, 3
 X, Y = RNG.normal(size=(ROWS, 2)).astype(np.float32), RNG.normal(size=(ROWS, 1)).astype(np.float32)
 COUNTED = RNG.integers(1, 9, ROWS).astype(np.float32)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "jit": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-    "several": {"steps_per_execution": 2},
-}
-
-
-class Plain(keras.Model):
-    """A model that passes no weights to the optimizer."""
 
 
 def squares(reduction: str | None) -> Any:

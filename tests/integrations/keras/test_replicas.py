@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +15,42 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import Replace, bits, linear, warned_of
+from tests.integrations.keras.cases import Plain, Replace, bits, linear, warned_of
+from tests.integrations.tensorflow import strategies
+from tests.integrations.tensorflow.strategies import per_replica
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(-4, 5, (8, 2)).astype(np.float32), RNG.integers(-4, 5, (8, 1)).astype(np.float32)
 
 
-@cache
-def mirrored() -> tf.distribute.Strategy:
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice())
+mirrored = partial(strategies.mirrored, 2)
 
 
-def under(strategy: tf.distribute.Strategy, variables: list[Any], optimizer: Any) -> Any:
-    """A compiled step on each replica's gradients and weight; the loss is divided by the number of replicas."""
+def under(strategy: tf.distribute.Strategy, optimizer: Any) -> Any:
+    """A compiled step on each replica's gradient and weight; the loss is divided by the number of replicas."""
     with strategy.scope():
-        made = [keras.Variable(x) for x in variables]
-        chosen = optimizer()
-        chosen.build(made)
+        w, chosen = keras.Variable(0.0), optimizer()
+        chosen.build([w])
 
-    def apply(gradients: Any, weight: Any) -> None:
-        chosen.apply([gradients / 2], made, weight=weight)
+    def apply(gradient: Any, weight: Any) -> None:
+        chosen.apply([gradient / 2], [w], weight=weight)
 
     @tf.function(autograph=False)
-    def run(gradients: Any, weight: Any) -> None:
-        strategy.run(apply, args=(gradients, weight))
+    def run(gradient: Any, weight: Any) -> None:
+        strategy.run(apply, args=(gradient, weight))
 
     def step(*replicas: tuple[float, int]) -> None:
-        def place(i: int, dtype: Any) -> Any:
-            return strategy.experimental_distribute_values_from_function(
-                lambda context: tf.constant(replicas[context.replica_id_in_sync_group][i], dtype)
-            )
+        gradients, weights = zip(*replicas, strict=True)
+        run(
+            per_replica(strategy, lambda rank: np.float32(gradients[rank])),
+            per_replica(strategy, lambda rank: np.int32(weights[rank])),
+        )
 
-        run(place(0, tf.float32), place(1, tf.int32))
-
-    return step, made, chosen
+    return step, w, chosen
 
 
 def test_the_true_mean_over_microbatches_and_replicas() -> None:
-    step, (w,), optimizer = under(mirrored(), [0.0], lambda: Accumulate(keras.optimizers.SGD(-1.0), 2))
+    step, w, optimizer = under(mirrored(), lambda: Accumulate(keras.optimizers.SGD(-1.0), 2))
     step((2.0, 1), (6.0, 3))
     assert w.numpy() == 0
     step((-4.0, 3), (8.0, 1))
@@ -67,7 +65,7 @@ def test_the_true_mean_over_microbatches_and_replicas() -> None:
 def test_a_window_is_rounded_once_by_its_wire() -> None:
     """514 needs nine bits and is rounded to bfloat16's eight; the two terms of 257 are not rounded before the sum."""
     wire = gc.wires.cast("bfloat16")
-    step, (w,), optimizer = under(mirrored(), [0.0], lambda: Accumulate(keras.optimizers.SGD(-1.0), 2, wire=wire))
+    step, w, optimizer = under(mirrored(), lambda: Accumulate(keras.optimizers.SGD(-1.0), 2, wire=wire))
     for _ in range(2):
         step((257.0, 1), (1.0, 1))
     assert w.numpy() == (512 + 2) / 4
@@ -102,7 +100,7 @@ def test_all_replicas_skip_an_infinity_of_any(infinite: int) -> None:
         def scaled(make: Any = make) -> Any:
             return make(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(-1.0), initial_scale=4.0))
 
-        step, (w,), chosen = under(mirrored(), [0.0], scaled)
+        step, w, chosen = under(mirrored(), scaled)
         step(*((float("inf") if rank == infinite else 4.0, 1) for rank in range(2)))
         seen.append((float(w.numpy()), float(chosen.scale_loss(1.0))))
     assert seen[1] == (0, 2)
@@ -125,7 +123,7 @@ def test_a_scale_around_it_is_refused() -> None:
 
 def test_clipping_sees_the_combined_gradient() -> None:
     inner = lambda: keras.optimizers.SGD(-1.0, global_clipnorm=3.0)  # noqa: E731
-    step, (w,), _ = under(mirrored(), [0.0], lambda: Accumulate(inner(), 1))
+    step, w, _ = under(mirrored(), lambda: Accumulate(inner(), 1))
     step((8.0, 1), (-4.0, 1))
     step((8.0, 1), (0.0, 1))
     assert w.numpy() == 2 + 3
@@ -151,21 +149,31 @@ def test_what_takes_its_variables_place_has_the_maximum_of_all_replicas() -> Non
     assert w.numpy() == 2
 
 
+def train(model: Any, part: slice) -> None:
+    model.fit(X[part], Y[part], batch_size=2, shuffle=False, verbose=0)
+
+
 INNER = {
     "momentum": lambda: keras.optimizers.SGD(2.0**-6, momentum=0.5),
     "ema": lambda: keras.optimizers.SGD(2.0**-6, use_ema=True, ema_momentum=0.5),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.full), "ema"])
-def test_fit_on_two_replicas_equals_large_batches(name: str) -> None:
-    """Three microbatches, one of them flushed."""
+@pytest.mark.parametrize(
+    ("name", "settings", "parts"),
+    [
+        ("ema", {}, (slice(6), slice(6, 8))),
+        pytest.param("momentum", {}, (slice(6), slice(6, 8)), marks=pytest.mark.full),
+        pytest.param("momentum", {"steps_per_execution": 4}, (slice(8),), marks=pytest.mark.full),
+    ],
+)
+def test_fit_on_two_replicas_equals_large_batches(name: str, settings: Any, parts: Any) -> None:
     large = linear(INNER[name]())
     with mirrored().scope():
-        model = linear(Accumulate(INNER[name](), 2))
+        model = linear(Accumulate(INNER[name](), 2), **settings)
     large.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
-    model.fit(X[:6], Y[:6], batch_size=2, shuffle=False, verbose=0)
-    model.fit(X[6:], Y[6:], batch_size=2, shuffle=False, verbose=0)
+    for part in parts:
+        train(model, part)
     assert bits(model.weights) == bits(large.weights)
     assert bits(model.optimizer.inner_optimizer.variables) == bits(large.optimizer.variables)
 
@@ -182,10 +190,6 @@ def test_replicas_count_by_their_examples_in_fit() -> None:
     assert all(abs(a - b) <= abs(b) * Fraction(1, 2**22) for a, b in zip(received, exact, strict=True))
 
 
-class Plain(keras.Model):
-    """A model that passes no weights to the optimizer."""
-
-
 def test_replicas_of_different_shares_without_weights_warn() -> None:
     """Windows of one microbatch: the replicas have 2 and 2 examples, then 2 and 1."""
     with mirrored().scope():
@@ -193,16 +197,6 @@ def test_replicas_of_different_shares_without_weights_warn() -> None:
     model.fit(X[:4], Y[:4], batch_size=4, shuffle=False, verbose=0)
     with warned_of("1 and of 2"):
         model.fit(X[:7], Y[:7], batch_size=4, shuffle=False, verbose=0)
-
-
-@pytest.mark.full
-def test_steps_per_execution() -> None:
-    with mirrored().scope():
-        model = linear(Accumulate(INNER["momentum"](), 2), steps_per_execution=4)
-    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
-    large = linear(INNER["momentum"]())
-    large.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
-    assert bits(model.weights) == bits(large.weights)
 
 
 def test_xla_has_the_same_bits() -> None:
@@ -223,7 +217,7 @@ def test_sparse_gradients() -> None:
 
 def test_other_strategies_and_contexts() -> None:
     one = tf.distribute.OneDeviceStrategy("CPU:0")
-    step, (w,), _ = under(one, [0.0], lambda: Accumulate(keras.optimizers.SGD(-2.0), 2))
+    step, w, _ = under(one, lambda: Accumulate(keras.optimizers.SGD(-2.0), 2))
     step((1.0, 1))
     step((3.0, 1))
     assert w.numpy() == 2
@@ -254,10 +248,6 @@ def windows(model: Any) -> list[list[bytes]]:
     """The variables of the window on each replica."""
     window = model.optimizer._window
     return [[np.asarray(x).tobytes() for x in window.values(variable)] for variable in window.variables]
-
-
-def train(model: Any, part: slice) -> None:
-    model.fit(X[part], Y[part], batch_size=2, shuffle=False, verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +337,10 @@ def test_a_variable_with_a_gradient_on_one_replica_alone_is_in_the_file(having: 
             one = tf.constant(1.0)
             optimizer.apply([one, 2 * one if rank in having else None, None], variables)
 
-        tf.function(lambda: mirrored_once.run(own))()
+        tf.function(lambda: mirrored().run(own))()
 
-    mirrored_once, store = mirrored(), {}
-    with mirrored_once.scope():
+    store: dict[str, Any] = {}
+    with mirrored().scope():
         before, its = made()
         resumed, variables = made()
     call(before, its, having)

@@ -11,20 +11,10 @@ import numpy as np
 import pytest
 
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import ON_JAX, Batches, Model, linear, warned_of
+from tests.integrations.keras.cases import ON_JAX, SETTINGS, Batches, Model, Plain, linear, warned_of
 from tests.spec.selection import cases, named
 
 X, Y = np.ones((11, 2), np.float32), np.ones((11, 1), np.float32)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "jit": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-    "several": {"steps_per_execution": 2},
-}
-
-
-class Plain(keras.Model):
-    """A model that passes no weights to the optimizer."""
 
 
 def batches(*sizes: int) -> Batches:
