@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -30,22 +30,18 @@ class Batch(NamedTuple):
     targets: np.ndarray
 
 
-def load() -> Batch:
-    """Loads all examples, in a fixed random order.
+def batches(sizes: Sequence[int]) -> list[Batch]:
+    """Cuts batches of these sizes from the first examples, which are in a fixed random order.
 
     References: E. Alpaydin and C. Kaynak, `Optical Recognition of Handwritten Digits
     <https://archive.ics.uci.edu/dataset/80>`_, 1998: its test set (CC BY 4.0).
     """
     with np.load(Path(__file__).with_name("digits.npz")) as file:
-        indices = np.random.default_rng(0).permutation(len(file["labels"]))
+        indices = np.random.default_rng(0).permutation(len(file["labels"]))[: sum(sizes)]
         images, labels = file["images"][indices], file["labels"][indices]
-    return Batch((images / 16).astype(np.float32), np.eye(CLASSES, dtype=np.float32)[labels])
-
-
-def cut(examples: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Cuts consecutive batches of these sizes from the first examples."""
-    for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-        yield Batch(*(array[end - size : end] for array in examples))
+    parts = np.split((images / 16).astype(np.float32), np.cumsum(sizes)[:-1])
+    targets = np.split(np.eye(CLASSES, dtype=np.float32)[labels], np.cumsum(sizes)[:-1])
+    return list(map(Batch, parts, targets))
 
 
 def initial_parameters() -> Arrays:
@@ -136,10 +132,10 @@ def analyse(parameters: Arrays, batch: Batch) -> tuple[Arrays, Arrays]:
     return values, {name: SECOND_ORDER * bound for name, bound in bounds.items()}
 
 
-def analyse_mean(parameters: Arrays, batches: Sequence[Batch]) -> tuple[Arrays, Arrays]:
+def analyse_mean(parameters: Arrays, parts: Sequence[Batch]) -> tuple[Arrays, Arrays]:
     """`analyse` for the mean over batches, weighted by their sizes, and combined in float32 in any order."""
-    values, errors = zip(*(analyse(parameters, batch) for batch in batches), strict=True)
-    sizes = [len(batch.images) for batch in batches]
-    mean, rounding = weighted_mean(values, sizes, len(batches) - 1)
+    values, errors = zip(*(analyse(parameters, batch) for batch in parts), strict=True)
+    sizes = [len(batch.images) for batch in parts]
+    mean, rounding = weighted_mean(values, sizes, len(parts) - 1)
     error, _ = weighted_mean(errors, sizes, 0)
     return mean, {name: error[name] + SECOND_ORDER * rounding[name] for name in mean}

@@ -6,15 +6,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import gradcombine as gc
 from gradcombine.verify.check.laws import mapped
-from gradcombine.verify.suite.classifier import SIZES, Arrays, Batch, analyse, cut, initial_parameters, load
+from gradcombine.verify.suite.classifier import SIZES, Arrays, Batch, batches, initial_parameters
 from gradcombine.verify.suite.combine import (
     ANY_REPLICAS,
     MEAN,
@@ -33,12 +33,19 @@ WINDOWS, EVERY, LEARNING_RATE = 16, 4, 0.05
 STEPS_EVERY, ROWS, RATE = 4, 8, 0.1
 """Audited steps: microbatches per window, examples per microbatch, learning rate."""
 
+
+def _measure(parameters: Mapping[str, np.ndarray], batch: Batch) -> Arrays:
+    residual = batch.images @ parameters["w"] + parameters["b"] - batch.targets
+    n = len(residual)
+    return {"b": residual.sum(axis=0) / n, "loss": (residual**2).sum() / (2 * n), "w": batch.images.T @ residual / n}
+
+
 NUMPY = Framework(
     "numpy",
     np.asarray,
     gc.LOCAL,
     {"eager": Mode((*ONE_REPLICA, *ANY_REPLICAS))},
-    lambda parameters, batch: mapped(np.float32, analyse(parameters, batch)[0]),
+    _measure,
     lambda replicas: {},
 )
 """The reference, with a single replica."""
@@ -63,7 +70,7 @@ class Results(NamedTuple):
 def verified(
     framework: Framework,
     contributions: Contributions,
-    batches: Sequence[Batch],
+    parts: Sequence[Batch],
     counts: Sequence[int],
     full: bool,
     inject_fault: bool = False,
@@ -74,13 +81,13 @@ def verified(
     Args:
       framework: the framework.
       contributions: input of the combine.
-      batches: batches whose gradients are computed.
+      parts: batches whose gradients are computed.
       counts: numbers of replicas.
       full: whether to run all modes.
       inject_fault: whether the last row of the combine gets a corrupted input.
       progress: called with the name of each row, and with ``"training"`` and ``"audit"``.
     """
-    gradients = measured(framework, batches)
+    gradients = measured(framework, parts)
     rows = list(combined(list(cases(framework, counts, full)), contributions, inject_fault, progress))
     progress("training")
     training = list(trained(framework))
@@ -88,16 +95,16 @@ def verified(
     return Results(rows, gradients, training, framework.audited(min(2, max(counts))))
 
 
-def measured(framework: Framework, batches: Sequence[Batch]) -> list[Arrays]:
+def measured(framework: Framework, parts: Sequence[Batch]) -> list[Arrays]:
     """Gradients of batches, and their losses, at the initial parameters."""
     parameters = mapped(framework.array, initial_parameters())
-    return mapped(np.asarray, [framework.measure(parameters, batch) for batch in batches])
+    return mapped(np.asarray, [framework.measure(parameters, batch) for batch in parts])
 
 
 def windows() -> list[list[Batch]]:
     """Microbatches of all windows, which have the same sizes and cover consecutive examples."""
-    batches = cut(load(), SIZES[:EVERY] * WINDOWS)
-    return [list(islice(batches, EVERY)) for _ in range(WINDOWS)]
+    parts = iter(batches(SIZES[:EVERY] * WINDOWS))
+    return [list(islice(parts, EVERY)) for _ in range(WINDOWS)]
 
 
 def trained(framework: Framework, weighted: bool = True) -> Iterator[tuple[Arrays, Arrays]]:
@@ -133,10 +140,8 @@ def prepare_devices() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def in_tensorflow(
-    contributions: Contributions, batches: Sequence[Batch], counts: Sequence[int], full: bool, inject_fault: bool
-) -> Results:
-    """Imports TensorFlow, configures its logical CPUs, and runs the verification; called in a new process."""
+def in_tensorflow(*arguments: Any) -> Results:
+    """Imports TensorFlow, configures its CPUs, and calls `verified` with these arguments; called in a new process."""
     prepare_devices()
     # TensorFlow would import JAX, for its converter to TensorFlow Lite.
     sys.modules.setdefault("jax", None)  # pyright: ignore[reportArgumentType]
@@ -155,4 +160,4 @@ def in_tensorflow(
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     from gradcombine.verify.suite.with_tensorflow import TENSORFLOW  # after the settings above
 
-    return verified(TENSORFLOW, contributions, batches, counts, full, inject_fault)
+    return verified(TENSORFLOW, *arguments)

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from gradcombine.reporting.sections import Cells, Curves, Section
@@ -157,19 +159,22 @@ def verdict(report: Report) -> str:
 
 def sections(report: Report) -> list[Section]:
     """Tables and charts: failures, all rows, losses, versions and settings."""
-    versions = (
-        report.settings["versions"] | report.settings["libraries"] | {"python": report.settings["machine"]["python"]}
-    )
-    summary = f"{SUMMARY}\n{report.settings['date']}\n{report.settings['command']}\n{_text(versions)}"
-    settings = [Cells((name, _text(value))) for name, value in report.settings.items()]
+    settings = report.settings
+    versions = settings["versions"] | settings["libraries"] | {"python": settings["machine"]["python"]}
+    summary = f"{SUMMARY}\n{settings['date']}\n{settings['command']}\n{_text(versions)}"
     failed = [Cells((row.name, row.promise, row.measured), False) for row in report.failed]
     return [
         *([Section("Failed", columns=("row", "expected", "measured"), rows=failed, whole=True)] if failed else []),
         Section("Summary", summary),
         _grid([row for row in report.findings if row.section == "combine"]),
-        *(_table(name, [row for row in report.findings if row.section == name]) for name in TABLES),
+        *(_table(name, list(rows)) for name, rows in groupby(report.findings, key=attrgetter("section"))),
         *_losses(report.curves),
-        Section("Versions and settings", columns=("", ""), rows=settings, folded=True),
+        Section(
+            "Versions and settings",
+            columns=("", ""),
+            rows=[Cells((name, _text(value))) for name, value in settings.items()],
+            folded=True,
+        ),
     ]
 
 
@@ -203,7 +208,7 @@ def blocks(values: Sequence[float], low: float, high: float) -> str:
 
 def _table(section: str, findings: Sequence[Finding]) -> Section:
     """Table of a section's rows; that of the combine, which the grid summarizes, is folded."""
-    columns = (*(findings[0].labels if findings else ()), "expected", "measured", "relative", "of bound", "")
+    columns = (*findings[0].labels, "expected", "measured", "relative", "of bound", "")
     rows: list[Cells] = []
     for row in findings:
         # Without a reference, the share is the result itself.

@@ -21,7 +21,7 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.verify.check import Verdict, check_step
 from gradcombine.verify.suite import frameworks
-from gradcombine.verify.suite.classifier import SIZES, Batch, analyse, analyse_mean, cut, load, share
+from gradcombine.verify.suite.classifier import SIZES, Batch, analyse, analyse_mean, batches, share
 from gradcombine.verify.suite.classifier import initial_parameters as parameters
 from gradcombine.verify.suite.combine import Contributions, cases, combined
 from gradcombine.verify.suite.frameworks import NUMPY, Results, trained, verified
@@ -49,16 +49,15 @@ def verify(replicas: int, full: bool, inject_fault: bool, progress: Callable[[st
     counts = counts_of(replicas, full)
     numpy_cases = list(cases(NUMPY, counts, full))
     steps = len(numpy_cases) + len(list(cases(JAX, counts, full))) + 4
-    examples = load()
-    batches = [*cut(examples, SIZES), *cut(examples, [sum(SIZES)])]
+    parts = [*batches(SIZES), *batches([sum(SIZES)])]
     # The input of every row of the combine, so that only the combine can differ.
-    source = Contributions(frameworks.measured(NUMPY, batches[:-1]), list(map(np.float32, SIZES)))
+    source = Contributions(frameworks.measured(NUMPY, parts[:-1]), list(map(np.float32, SIZES)))
 
     with ProcessPoolExecutor(1, get_context("spawn")) as executor:
-        task = source, batches, counts, full
+        task = source, parts, counts, full
         pending = executor.submit(frameworks.in_tensorflow, *task, inject_fault)
         progress("a step with a defect, and repaired", steps)
-        checks = list(checked(examples))
+        checks = list(checked(*batches([10])))
         rows = list(combined(numpy_cases, source, False, lambda name: progress(name, steps)))
         jax = verified(JAX, *task, progress=lambda name: progress(name, steps))
         contrast = list(trained(JAX, weighted=False))
@@ -75,7 +74,7 @@ def verify(replicas: int, full: bool, inject_fault: bool, progress: Callable[[st
         *rows,
         *jax.rows,
         *tensorflow.rows,
-        *_model_rows(both, batches),
+        *_model_rows(both, parts),
         *checks,
         _defect_row("audit", "optax.MultiSteps", multi_steps, "optimizer-every-microbatch"),
         *_training_rows(both, curves),
@@ -95,9 +94,8 @@ def counts_of(replicas: int, full: bool) -> list[int]:
     return counts if full else sorted({*counts[1:2], counts[-1]})
 
 
-def checked(examples: Batch) -> Iterator[Finding]:
+def checked(batch: Batch) -> Iterator[Finding]:
     """Checks two steps in NumPy: one averages the means of unequal microbatches, one weights them by their sizes."""
-    batch = Batch(*(array[:10] for array in examples))
     for name, weighted, cause in (
         ("microbatches averaged", False, "mean of means"),
         ("weighted by examples", True, ""),
@@ -110,16 +108,11 @@ def checked(examples: Batch) -> Iterator[Finding]:
 
 def _make_step(weighted: bool, microbatches: int) -> Callable[..., Any]:
     def step(params: Any, batch: Batch) -> Any:
-        parts = [Batch(*part) for part in zip(*(np.array_split(x, microbatches) for x in batch), strict=True)]
-        gradients = [_gradient(params, part) for part in parts]
+        parts = list(map(Batch, *(np.array_split(x, microbatches) for x in batch)))
+        gradients = [NUMPY.measure(params, part) for part in parts]
         return gc.mean(gradients, [len(part.images) for part in parts] if weighted else None)
 
     return step
-
-
-def _gradient(params: Any, batch: Batch) -> Any:
-    residual = batch.images @ params["w"] + params["b"] - batch.targets
-    return {"b": residual.mean(axis=0), "w": batch.images.T @ residual / len(residual)}
 
 
 def _defect_row(asked: str, step: str, answers: Sequence[str], expected: str) -> Finding:
@@ -157,11 +150,11 @@ def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, 
     }
 
 
-def _model_rows(both: Mapping[str, Results], batches: Sequence[Batch]) -> Iterator[Finding]:
+def _model_rows(both: Mapping[str, Results], parts: Sequence[Batch]) -> Iterator[Finding]:
     """Compares weighted means, and means of means, with the full batch's gradient, and the gradients of JAX with those
     of TensorFlow, leaf by leaf.
     """
-    bounds, mean_bounds = analyse(parameters(), batches[-1])[1], analyse_mean(parameters(), batches[:-1])[1]
+    bounds, mean_bounds = analyse(parameters(), parts[-1])[1], analyse_mean(parameters(), parts[:-1])[1]
     allowed = {name: bound + mean_bounds[name] for name, bound in bounds.items()}
     for framework, results in both.items():
         *values, reference = results.gradients
@@ -189,7 +182,7 @@ def _training_rows(both: Mapping[str, Results], curves: Mapping[str, Sequence[fl
 
     for name, results in both.items():
         steps = zip(results.training, frameworks.windows(), strict=True)
-        worst = max(share(mean, *analyse_mean(params, batches)) for (params, mean), batches in steps)
+        worst = max(share(mean, *analyse_mean(params, window)) for (params, mean), window in steps)
         yield row(name, "every step is the window's gradient", BOUND, worst)
         yield row(name, "last loss / first loss", "falls", curves[name][-1] / curves[name][0])
     jax, tensorflow, contrast = map(np.array, curves.values())

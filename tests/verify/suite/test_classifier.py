@@ -10,17 +10,11 @@ from hypothesis import strategies as st
 import gradcombine as gc
 from gradcombine.types import Order
 from gradcombine.verify.suite import classifier
-from gradcombine.verify.suite.classifier import Arrays, Batch, analyse, analyse_mean, gamma, share, weighted_mean
+from gradcombine.verify.suite.classifier import Batch, analyse, analyse_mean, gamma, share, weighted_mean
+from gradcombine.verify.suite.frameworks import NUMPY
 
-BATCHES = list(classifier.cut(classifier.load(), classifier.SIZES[:4]))
+BATCHES = classifier.batches(classifier.SIZES[:4])
 PARAMETERS = classifier.initial_parameters()
-
-
-def _float32(parameters: Arrays, batch: Batch) -> Arrays:
-    """The gradient and the loss in NumPy and float32."""
-    residual = batch.images @ parameters["w"] + parameters["b"] - batch.targets
-    slope = residual / np.float32(len(residual))
-    return {"b": slope.sum(axis=0), "loss": (residual * slope).sum() / 2, "w": batch.images.T @ slope}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -36,7 +30,7 @@ def test_the_gradient_is_that_of_the_loss(name: str) -> None:
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_float32_keeps_to_the_bounds(batch: Batch, scale: float) -> None:
     parameters = {name: np.float32(scale) * leaf for name, leaf in PARAMETERS.items()}
-    assert 0 < share(_float32(parameters, batch), *analyse(parameters, batch)) <= 1
+    assert 0 < share(NUMPY.measure(parameters, batch), *analyse(parameters, batch)) <= 1
 
 
 def test_the_bounds_are_far_below_one_example() -> None:
@@ -49,7 +43,8 @@ def test_the_bounds_are_far_below_one_example() -> None:
 
 def test_the_mean_over_batches_is_the_whole_batch() -> None:
     means, bounds = analyse_mean(PARAMETERS, BATCHES)
-    values, whole = analyse(PARAMETERS, Batch(*map(np.concatenate, zip(*BATCHES, strict=True))))
+    (batch,) = classifier.batches([sum(classifier.SIZES[:4])])
+    values, whole = analyse(PARAMETERS, batch)
     for name, value in values.items():
         np.testing.assert_allclose(means[name], value, rtol=1e-9, atol=1e-13)
         assert bounds[name].shape == whole[name].shape

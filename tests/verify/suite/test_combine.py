@@ -8,7 +8,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.places.lists import combine
 from gradcombine.types import Order
-from gradcombine.verify.suite.classifier import Arrays, load
+from gradcombine.verify.suite.classifier import Arrays, Batch, batches
 from gradcombine.verify.suite.combine import (
     LIST,
     MEAN,
@@ -112,8 +112,9 @@ def test_zeros_of_other_signs_are_not_equal_bits() -> None:
 
 @pytest.mark.needs("jax")
 def test_the_defect_is_named_and_the_repaired_step_is_not_accused() -> None:
-    averaged, weighted = checked(load())
+    (batch,) = batches([10])
+    averaged, weighted = checked(batch)
     assert averaged.labels["answer"] == "mean of means" and averaged.holds
     assert weighted.labels["answer"] == "no defect" and weighted.holds
-    alike, _ = checked(load()._replace(images=np.ones((10, 64), np.float32), targets=np.ones((10, 10), np.float32)))
+    alike, _ = checked(Batch(np.tile(batch.images[:1], (10, 1)), np.tile(batch.targets[:1], (10, 1))))
     assert not alike.holds  # all microbatches have the same mean: no defect to name
