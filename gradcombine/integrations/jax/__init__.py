@@ -7,14 +7,13 @@ with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax.arrays import detect_lost_peers
     from gradcombine.integrations.jax.islands import outer
     from gradcombine.integrations.jax.loss import Loss, LossOutput
-    from gradcombine.integrations.jax.objective_of_terms import grads_by_denominator
     from gradcombine.integrations.jax.requests import RequestStep as RequestStep
     from gradcombine.integrations.jax.requests import Slot, request_step
     from gradcombine.integrations.jax.step_functions import StepMetrics as StepMetrics
     from gradcombine.integrations.jax.step_functions import TrainState
     from gradcombine.integrations.jax.training_step import TrainStep as TrainStep
     from gradcombine.integrations.jax.training_step import train_step
-    from gradcombine.integrations.jax.value_and_grad import value_and_grad
+    from gradcombine.integrations.jax.value_and_grad import grads_by_denominator, value_and_grad
 
 __all__ = [
     "Loss",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent, shape_of
 from gradcombine.errors import (
     GradCombineError,
+    importing,
     invalid,
     require_equal,
     require_given,
@@ -30,6 +31,9 @@ from gradcombine.errors import (
 )
 from gradcombine.reductions import dtypes
 from gradcombine.types import Leaf, Tree
+
+if TYPE_CHECKING:
+    import optax
 
 _LOST_PEER_WORDS = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
@@ -100,11 +104,13 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         return jax.tree.map(keep, new, old)
 
 
-def require_transformation(optimizer: object) -> None:
-    """Raises unless ``optimizer`` is an optax.GradientTransformation."""
-    import optax  # optional: gradients alone do not need it
+def require_transformation(optimizer: object) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that takes extra arguments; raises unless ``optimizer`` is one of optax."""
+    with importing(""):
+        import optax  # optional: gradients alone do not need it
 
-    require_type("an optax.GradientTransformation", optimizer, optax.GradientTransformation)
+    optimizer = require_type("an optax.GradientTransformation", optimizer, optax.GradientTransformation)
+    return optax.with_extra_args_support(optimizer)
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import importing, invalid, operation, require_integer
+from gradcombine.errors import invalid, operation, require_integer
 from gradcombine.integrations.jax.arrays import require_transformation
 from gradcombine.integrations.jax.on_replicas import require_jax_collective
 from gradcombine.integrations.jax.run_if import run_if
@@ -116,9 +116,9 @@ def outer(
     reduction = gc.reductions.mean() if reduction is None else reduction
     check(reduction=reduction, over=over, order=order)
     require_jax_collective(over)
-    with importing("outer"):
-        import optax  # optional: gradients alone do not need it
-    require_transformation(transformation)
+    outer_optimizer = require_transformation(transformation)
+    import optax  # optional: gradients alone do not need it
+
     every = require_integer("1 step or more", every)
     count = require_integer(f"from 1 to {every} fragments", fragments, highest=every)
 
@@ -128,7 +128,7 @@ def outer(
         for path, leaf in zip(structure.paths(), leaves, strict=True):
             if leaf is not None and not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
                 raise invalid("parameters that are floats", jnp.asarray(leaf).dtype, path)
-        inner = tuple(transformation.init([leaves[i] for i in part]) for part in divided(sizes(leaves), count))
+        inner = tuple(outer_optimizer.init([leaves[i] for i in part]) for part in divided(sizes(leaves), count))
         # Copied, as a training step may donate the parameters.
         anchor = jax.tree.map(jnp.copy, params)
         return OuterState(anchor, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
@@ -138,7 +138,7 @@ def outer(
         moved = [a.astype(jnp.float32) - p.astype(jnp.float32) for a, p in zip(anchors, params, strict=True)]
         gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
         gradient = [g.astype(x.dtype) for g, x in zip(gradient, anchors, strict=True)]
-        updates, inner = transformation.update(gradient, inner, anchors)
+        updates, inner = outer_optimizer.update(gradient, inner, anchors)
         new: Tree = optax.apply_updates(anchors, updates)
         return (list(new), list(new), inner), ()
 

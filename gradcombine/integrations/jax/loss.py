@@ -1,16 +1,22 @@
+# pyright: standard
 """Loss functions: the roles of their arguments and the forms of their results."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from gradcombine.errors import invalid
-from gradcombine.types import Scalar, Totals, Tree
+from gradcombine import tree
+from gradcombine.errors import MOST, invalid, translate_errors, type_name
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.ratios import Ratio
+from gradcombine.types import Array, Leaf, Scalar, Totals, Tree
 
 
 class LossOutput(NamedTuple):
@@ -32,8 +38,16 @@ class LossOutput(NamedTuple):
 
 
 @jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A constant as a pytree node without leaves, so that transformations can return it; compared by value."""
+
+    value: Any
+
+
+@jax.tree_util.register_static
 class Form(enum.Enum):
-    """Form in which a loss returns its value. A pytree node without leaves, so that transformations can return it."""
+    """Form in which a loss returns its value; a constant like `Static`."""
 
     SCALAR = enum.auto()
     WITH_AUX = enum.auto()
@@ -96,6 +110,67 @@ class Loss:
         return loss if isinstance(loss, Loss) else cls(loss)
 
 
+def positions(role: int | Sequence[int] | None) -> list[int]:
+    """Positions of the arguments with a role."""
+    if role is None:
+        return []
+    return list(role) if isinstance(role, Sequence) else [role]
+
+
+def _other_positions(loss: Loss) -> list[int]:
+    """Positions of the arguments with a role other than the batch."""
+    return [*positions(loss.argnums), *positions(loss.rng_argnum), *positions(loss.carry_argnum)]
+
+
+def batch_positions(loss: Loss, args: Sequence[Tree]) -> list[int]:
+    """Positions of the batch, by default all arguments without another role; raises for missing arguments."""
+    others = _other_positions(loss)
+    batch = positions(loss.batch_argnums) or [i for i in range(len(args)) if i not in others]
+    needed = max([*batch, *others]) + 1
+    if needed > len(args):
+        raise invalid(f"{needed} positional arguments or more", len(args))
+    return batch
+
+
+def replaced(args: Sequence[Tree], at: Sequence[int], values: Iterable[Tree]) -> list[Tree]:
+    """The arguments with these values at these positions."""
+    result = list(args)
+    for i, x in zip(at, values, strict=True):
+        result[i] = x
+    return result
+
+
+def folded_key(loss: Loss, args: Sequence[Tree], *numbers: Scalar) -> Tree:
+    """The argument ``rng_argnum`` with these numbers folded in, such as window index and microbatch number.
+
+    A tree of arrays of keys of any shape has the numbers folded into each key.
+    """
+
+    def fold(keys: Leaf, number: Scalar) -> Array:
+        function: Callable[[Leaf], Array] = partial(jax.random.fold_in, data=number)
+        if isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            for _ in range(keys.ndim):
+                function = jax.vmap(function)
+        return function(keys)
+
+    (position,) = positions(loss.rng_argnum)
+    with translate_errors("a key of jax.random as the argument rng_argnum"):
+        return jax.tree.map(lambda keys: reduce(fold, numbers, keys), args[position], is_leaf=lambda x: x is None)
+
+
+def require_roles(loss: Loss) -> None:
+    """Raises for invalid positions of arguments."""
+    if loss.argnums is None:
+        raise invalid("the positions of the parameters as argnums", None)
+    roles = [*_other_positions(loss), *positions(loss.batch_argnums)]
+    valid = [isinstance(role, int) and not isinstance(role, bool) and 0 <= role <= MOST for role in roles]
+    if not all(valid) or len(set(roles)) != len(roles):
+        raise invalid("argument positions, integers from 0, each with one role", roles)
+    for name, role in (("rng_argnum", loss.rng_argnum), ("carry_argnum", loss.carry_argnum)):
+        if isinstance(role, Sequence):
+            raise invalid(f"one argument position as {name}, or None", role)
+
+
 def require_first(loss: Loss, differentiated: str = "parameters") -> None:
     """Raises unless the loss is differentiated with respect to its first argument."""
     if loss.argnums != 0:
@@ -103,17 +178,15 @@ def require_first(loss: Loss, differentiated: str = "parameters") -> None:
 
 
 def parse_output(output: Tree, has_aux: bool) -> tuple[LossOutput, Form]:
-    """Converts the result of a loss to a `LossOutput`; also returns the form that it had.
-
-    Raises:
-      ValueError: with ``has_aux``, for anything but (scalar, aux).
-    """
+    """Converts the result of a loss to a `LossOutput`; also returns the form that it had."""
     if isinstance(output, LossOutput):
         return output, Form.OUTPUT
+    if isinstance(output, tuple) != has_aux or (has_aux and len(output) != 2):
+        wanted = "(value, aux)" if has_aux else "a scalar (or (value, aux), with has_aux=True)"
+        raise invalid(f"a loss that returns {wanted} or a LossOutput", type_name(output))
     if not has_aux:
         return LossOutput(output), Form.SCALAR
-    value, aux = output
-    return LossOutput(value, aux=aux), Form.WITH_AUX
+    return LossOutput(output[0], aux=output[1]), Form.WITH_AUX
 
 
 def in_form(form: Form, values: dict[str, Tree], carry: Tree) -> Tree:
@@ -122,3 +195,17 @@ def in_form(form: Form, values: dict[str, Tree], carry: Tree) -> Tree:
     if form is Form.OUTPUT:
         return output
     return output.value if form is Form.SCALAR else (output.value, output.aux)
+
+
+def require_no_mean_of_ratios(aux_reduction: Tree, aux: Tree) -> None:
+    """Raises if aux has a `Ratio` that a mean would combine: numerator and denominator would both be averaged."""
+    members, prefix = tree.flatten(aux_reduction, is_leaf=lambda node: isinstance(node, Reduction))
+    for path, member, part in zip(prefix.paths(), members, tree.split_as(prefix, aux), strict=True):
+        for inner, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_ratio):
+            if _is_ratio(node) and isinstance(member, Reduction) and member.divides:
+                path_in_aux = f".aux{path}{jax.tree_util.keystr(inner)}"
+                raise invalid("reductions.ratio() in aux_reduction, for a Ratio", member.description, path_in_aux)
+
+
+def _is_ratio(node: Tree) -> bool:
+    return isinstance(node, Ratio)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,21 +19,13 @@ import jax.numpy as jnp
 from gradcombine import reductions
 from gradcombine.errors import invalid, within
 from gradcombine.integrations.jax.arrays import require_levels
-from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, parse_output, require_first
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, Static, parse_output, require_first
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.types import Tree
 
 MODULE_REST = "__module_rest__"
 """Keyword argument that passes a module, without its parameters, to its loss."""
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Static:
-    """The static part of a module: a pytree node without leaves, compared by value."""
-
-    value: Tree
 
 
 class SplitModule(NamedTuple):
@@ -83,11 +75,6 @@ def merge_module(x: SplitModule) -> Tree:
         for constant, param, array in zip(constants, params, x.rest, strict=True)
     ]
     return structure.unflatten(leaves)
-
-
-def merge_if_split(x: Tree) -> Tree:
-    """The merged module of a `SplitModule`; any other tree unchanged."""
-    return merge_module(x) if isinstance(x, SplitModule) else x
 
 
 def split_if_module(x: Tree) -> SplitModule | None:

@@ -31,6 +31,11 @@ Smaller arrays are copied into a common buffer first, so that the originals stay
 """
 
 
+def unbound(over: Collective) -> JaxAxis | None:
+    """The axis if no surrounding pmap, vmap or shard_map binds it; None for a bound axis and other collectives."""
+    return over if isinstance(over, JaxAxis) and not over.is_bound() else None
+
+
 def on_replicas(
     over: Collective,
     function: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
@@ -54,9 +59,9 @@ def on_replicas(
     Returns:
       The results of the function, with ``local`` stacked.
     """
-    if not isinstance(over, JaxAxis) or over.is_bound():
+    if (axis := unbound(over)) is None:
         return function(shared, batch, local)
-    mesh, names = require_mesh(over, (shared, batch, local)), over.names
+    mesh, names = require_mesh(axis, (shared, batch, local)), axis.names
     replicas = math.prod(mesh.shape[name] for name in names)
     for path, x in _arrays(batch):
         if x.shape[0] % replicas:
@@ -117,27 +122,18 @@ def find_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh | None:
     Raises:
       GradCombineError: for several meshes, and for a mesh without the axes of ``over``.
     """
-    meshes: dict[Any, tuple[Mesh | AbstractMesh, str]] = {}
     scope = jax.sharding.get_abstract_mesh()
-    if not scope.empty:
-        meshes[scope] = scope, "the mesh in scope"
-    for path, x in _arrays(values):
-        mesh = _mesh(x)
-        if mesh is not None:
-            # Of equal meshes, keep one with devices, if there is any.
-            abstract = mesh.abstract_mesh
-            meshes.setdefault(abstract, (mesh, path))
-            if isinstance(mesh, Mesh):
-                meshes[abstract] = mesh, meshes[abstract][1]
-    if not meshes:
+    found: list[tuple[Mesh | AbstractMesh, str]] = [] if scope.empty else [(scope, "the mesh in scope")]
+    found += [(mesh, path) for path, x in _arrays(values) if (mesh := _mesh(x)) is not None]
+    if not found:
         return None
-    (first, first_path), *others = meshes.values()
-    if others:
-        ((other, path), *_) = others
-        raise invalid(f"arguments on {_described(first)}, as {first_path} is", _described(other), path)
+    first, first_path = found[0]
+    for other, path in found:
+        if other.abstract_mesh != first.abstract_mesh:
+            raise invalid(f"arguments on {_described(first)}, as {first_path} is", _described(other), path)
     if not set(over.names) <= set(first.axis_names):
         raise invalid(f"axes of {_described(first)}, or ones that shard_map binds", repr(over))
-    return first
+    return next((mesh for mesh, _ in found if isinstance(mesh, Mesh)), first)
 
 
 def with_mesh_of(specs: Tree, values: Tree) -> Tree:
@@ -160,9 +156,9 @@ def with_mesh_of(specs: Tree, values: Tree) -> Tree:
 
 def local_state(over: Collective, initial: Tree, params: Tree) -> Tree:
     """The initial ``local`` of `on_replicas`: marked as varying, or stacked along the mesh axis of the parameters."""
-    if not isinstance(over, JaxAxis) or over.is_bound():
+    if (axis := unbound(over)) is None:
         return mark_varying(over, initial)
-    if find_mesh(over, params) is None:  # init outside the mapped function
+    if find_mesh(axis, params) is None:  # init outside the mapped function
         return initial
     return on_replicas(over, lambda shared, *_: ((), shared[0]), (initial, params))[1]
 
@@ -179,15 +175,15 @@ def finalized(over: Collective, reduction: Reduction, state: State, params: Tree
       state: merged over the replicas, outside the mapped function.
       params: the parameters; "grads" of the result is sharded like them, if their shardings are known.
     """
-    if not isinstance(over, JaxAxis) or over.is_bound():
+    if (axis := unbound(over)) is None:
         return reduction.finalize(state)
-    mesh = require_mesh(over, (state, params))
+    mesh = require_mesh(axis, (state, params))
 
     def value(state: State) -> Tree:
         return reduction.finalize(jax.tree.map(partial(_with_single_reader, mesh), state))
 
     combined = value(state)
-    if not is_sharded(over, params) or jax.tree.structure(combined["grads"]) != jax.tree.structure(params):
+    if not is_sharded(axis, params) or jax.tree.structure(combined["grads"]) != jax.tree.structure(params):
         return combined
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, params)
     return combined | {"grads": jax.sharding.auto_axes(lambda state: value(state)["grads"], out_sharding=like)(state)}
@@ -222,7 +218,7 @@ class ReplicatedWindow(Window):
         return array.nbytes >= SEPARATE_BYTES * array.shape[0] and not is_sharded(self.over, self.params)
 
     def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
-        if not isinstance(self.over, JaxAxis) or self.over.is_bound():
+        if unbound(self.over) is None:
             return super().exchanged(state, taken)
 
         def merge(counters: Tree, batch: Tree, levels: Tree) -> tuple[State, list[Array]]:

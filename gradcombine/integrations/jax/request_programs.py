@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Wrapped
 
-from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.objective import Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.jax.run_if import run_if
-from gradcombine.integrations.jax.step_functions import StepMetrics, holds_aux, microbatch, optimize_combined
+from gradcombine.integrations.jax.step_functions import StepMetrics, holds_aux, microbatch, optimize
 from gradcombine.integrations.jax.training_step import compile_step
 from gradcombine.places.window import Window
 from gradcombine.settings import UNTIL_FLUSH
@@ -24,6 +25,24 @@ from gradcombine.types import AccumulateState, Array, Scalar, State, Tree
 
 if TYPE_CHECKING:
     import optax
+
+
+def program(*donated: int, keep_unused: bool = False) -> Callable[[Callable[..., Tree]], cached_property[Wrapped]]:
+    """Decorates a method: makes it a property, the method compiled on first use.
+
+    Args:
+      donated: positions of the donated arguments, without ``self``.
+      keep_unused: as for jax.jit.
+    """
+
+    def decorate(method: Callable[..., Tree]) -> cached_property[Wrapped]:
+        @wraps(method)
+        def compiled(self: RequestPrograms) -> Wrapped:
+            return compile_step(partial(method, self), donated, keep_unused)
+
+        return cached_property(compiled)
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -37,45 +56,57 @@ class RequestPrograms:
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
 
-    @cached_property
-    def begin(self) -> jax.stages.Wrapped:
-        """``begin(params, index, number, batch, kwargs) -> node``: the node of the first microbatch."""
-        return compile_step(self._begin, ())
-
-    @cached_property
-    def more(self) -> jax.stages.Wrapped:
-        """``more(node, params, index, number, batch, kwargs) -> node``: adds a microbatch; donates the node."""
-        return compile_step(self._more, (0,))
-
-    @cached_property
-    def merge(self) -> jax.stages.Wrapped:
-        """``merge(node, later) -> node``, for order "tree"; donates the first node."""
-        return compile_step(self._merge, (0,))
-
-    @cached_property
-    def end(self) -> jax.stages.Wrapped:
-        """``end(params, opt_state, node, index) -> params, opt_state, node, metrics``; donates the first three."""
-        return compile_step(self._end, (0, 1, 2))
-
-    @cached_property
-    def merge_replicas(self) -> jax.stages.Wrapped:
-        """``merge_replicas(node) -> state``."""
-        return compile_step(self._merge_replicas, ())
-
-    @cached_property
-    def place_on_first(self) -> jax.stages.Wrapped:
-        """``place_on_first(state, params) -> node``: the state on the first replica, empty states on the others."""
-        return jax.jit(self._place_on_first, keep_unused=True)  # the parameters determine the devices
-
-    def _begin(
-        self, params: Tree, index: Array, number: Array, batch: Sequence[Tree], kwargs: dict[str, Tree]
-    ) -> State:
+    @program()
+    def begin(self, params: Tree, index: Array, number: Array, batch: Sequence[Tree], kwargs: dict[str, Tree]) -> State:
+        """The node of the first microbatch."""
         return self._contribute(params, index, number, batch, kwargs, ())
 
-    def _more(
+    @program(0)
+    def more(
         self, node: State, params: Tree, index: Array, number: Array, batch: Sequence[Tree], kwargs: dict[str, Tree]
     ) -> State:
+        """Adds a microbatch to the node, which is donated."""
         return self._contribute(params, index, number, batch, kwargs, (node,))
+
+    @program(0)
+    def merge(self, node: State, later: State) -> State:
+        """Merges two nodes, for order "tree"; donates the first one."""
+        reduction = self._window_of(node).reduction
+
+        def merge(shared: Tree, batch: Tree, local: Tree) -> tuple[Tree, State]:
+            return (), reduction.merge(*local)
+
+        return on_replicas(self.objective.over, merge, (), local=(node, later))[1]
+
+    @program(0, 1, 2)
+    def end(self, params: Tree, opt_state: Tree, node: State, index: Array) -> tuple[Tree, Tree, State, StepMetrics]:
+        """Runs the optimizer; returns the first three, which are donated, and the metrics."""
+        window = dataclasses.replace(self._window_of(node), params=params, order=self.objective.order, max_every=1)
+        close = partial(optimize, self.objective, self.optimizer)
+        held = window_of(node)._replace(index=index)
+        held, kept, metrics = window.apply_if(np.True_, held, close, (params, opt_state), run_if)
+        return *kept, held.levels[0], metrics
+
+    @program()
+    def merge_replicas(self, node: State) -> State:
+        """Merges a node over the replicas."""
+        window = self._window_of(node)
+
+        def merge(shared: Tree, batch: Tree, local: Tree) -> tuple[State, Tree]:
+            return window.merged(window_of(local))[0], ()
+
+        return on_replicas(self.objective.over, merge, (), local=node)[0]
+
+    @program(keep_unused=True)  # the parameters determine the devices
+    def place_on_first(self, state: State, params: Tree) -> State:
+        """The state as the first replica's node, and empty nodes on the others."""
+        reduction, over = self._window_of(state).reduction, self.objective.over
+
+        def place(shared: Tree, batch: Tree, local: Tree) -> tuple[Tree, State]:
+            state, is_first = shared[0], over.rank() == 0
+            return (), jax.tree.map(lambda x, empty: jnp.where(is_first, x, empty), state, reduction.clear(state))
+
+        return on_replicas(over, place, (state, params))[1]
 
     def _contribute(
         self,
@@ -89,31 +120,16 @@ class RequestPrograms:
         """Adds a microbatch to the node in ``nodes``, or to an empty one."""
         over = self.objective.over
 
-        def contribute(loss_args: list[Tree], kwargs: dict[str, Tree], shared: Tree, local: Tree) -> tuple[Tree, Tree]:
+        def on_one(
+            loss_args: list[Tree], kwargs: dict[str, Tree], shared: Tree, local: Tree
+        ) -> tuple[Tree, Tree, Tree]:
             index, number = shared
             added = microbatch(self.objective, loss_args, kwargs, index, number * over.size() + over.rank())
             window = self.window("aux" in added.parts)
             held = window_of(local[0]) if local else window.init(added.parts)
-            return (), window.contribute(held, added.parts, added.weight).levels[0]
+            return (), window.contribute(held, added.parts, added.weight).levels[0], None
 
-        return self.objective.on_replicas(contribute, [params, *batch], kwargs, (index, number), nodes)[1]
-
-    def _merge(self, node: State, later: State) -> State:
-        reduction = self.window(holds_aux(window_of(node))).reduction
-
-        def merge(shared: Tree, batch: Tree, local: Tree) -> tuple[Tree, State]:
-            return (), reduction.merge(*local)
-
-        return on_replicas(self.objective.over, merge, (), local=(node, later))[1]
-
-    def _end(self, params: Tree, opt_state: Tree, node: State, index: Array) -> tuple[Tree, Tree, State, StepMetrics]:
-        window = self.window(holds_aux(window_of(node)))
-        window = dataclasses.replace(window, params=params, order=self.objective.order, max_every=1)
-
-        close = partial(optimize_combined, self.objective, self.optimizer)
-        held = window_of(node)._replace(index=index)
-        held, kept, metrics = window.apply_if(np.True_, held, close, (params, opt_state), run_if)
-        return *kept, held.levels[0], metrics
+        return self.objective.on_replicas(on_one, [params, *batch], kwargs, (index, number), nodes)[1]
 
     def no_metrics(self) -> StepMetrics:
         """Metrics of a request that applied nothing: zeros."""
@@ -125,22 +141,8 @@ class RequestPrograms:
         norms = by_denominator if loss.grad_norm and loss.totals is None else None
         return StepMetrics(jnp.asarray(False), dict.fromkeys(loss.terms, zero), by_denominator, None, norm, norms)
 
-    def _merge_replicas(self, node: State) -> State:
-        window = self.window(holds_aux(window_of(node)))
-
-        def merge(shared: Tree, batch: Tree, local: Tree) -> tuple[State, Tree]:
-            return window.merged(window_of(local))[0], ()
-
-        return on_replicas(self.objective.over, merge, (), local=node)[0]
-
-    def _place_on_first(self, state: State, params: Tree) -> State:
-        reduction, over = self.window(holds_aux(window_of(state))).reduction, self.objective.over
-
-        def place(shared: Tree, batch: Tree, local: Tree) -> tuple[Tree, State]:
-            state, is_first = shared[0], over.rank() == 0
-            return (), jax.tree.map(lambda x, empty: jnp.where(is_first, x, empty), state, reduction.clear(state))
-
-        return on_replicas(over, place, (state, params))[1]
+    def _window_of(self, node: State) -> Window:
+        return self.window(holds_aux(window_of(node)))
 
     def window(self, has_aux: bool) -> Window:
         """Window that adds microbatches to a node one after another."""

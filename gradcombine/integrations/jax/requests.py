@@ -15,7 +15,6 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
-    importing,
     invalid,
     operation,
     require_distinct,
@@ -32,9 +31,9 @@ from gradcombine.integrations.jax.arrays import (
     require_transformation,
     require_tree,
 )
-from gradcombine.integrations.jax.loss import Loss, require_first
+from gradcombine.integrations.jax.loss import Loss, batch_positions, replaced, require_first
 from gradcombine.integrations.jax.modules import module_aware_loss, stateless_params, with_params
-from gradcombine.integrations.jax.objective_of_terms import objective_of
+from gradcombine.integrations.jax.objective import Objective
 from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of
 from gradcombine.integrations.jax.scan import divide
 from gradcombine.integrations.jax.step_functions import StepMetrics, copied, holds_aux, part_specs
@@ -163,13 +162,11 @@ class RequestStep:
             return state
         require_tree(batch, kwargs)
         loss_args = [None, *batch]
-        positions = self.programs.objective.batch_positions(loss_args)
+        positions = batch_positions(self.programs.objective.loss, loss_args)
         microbatches = _divided([loss_args[i] for i in positions], len(numbers))
         for n, microbatch in zip(numbers, microbatches, strict=True):
             if n not in held.held:
-                for i, x in zip(positions, microbatch, strict=True):
-                    loss_args[i] = x
-                held = self._contributed(held, n, loss_args[1:], kwargs)
+                held = self._contributed(held, n, replaced(loss_args, positions, microbatch)[1:], kwargs)
         return {**state, slot: held}
 
     @operation("request_step")
@@ -246,12 +243,11 @@ class RequestStep:
         params, rest = stateless_params(held.params)
         at = params, np.int32(held.window), np.int32(number), batch, kwargs | rest
         with explain_rejection(params, batch, kwargs, held.nodes):
-            if not self._is_sequential:
-                nodes = self._inserted(held.nodes, Node(0, number, self.programs.begin(*at)))
-            elif held.nodes:
+            if self._is_sequential and held.nodes:
                 nodes = (Node(0, 0, self.programs.more(held.nodes[0].state, *at)),)
             else:
-                nodes = (Node(0, 0, self.programs.begin(*at)),)
+                place = 0 if self._is_sequential else number
+                nodes = self._inserted(held.nodes, Node(0, place, self.programs.begin(*at)))
         return held._replace(held=held.held | {number}, nodes=nodes)
 
     def _inserted(self, nodes: tuple[Node, ...], node: Node) -> tuple[Node, ...]:
@@ -378,16 +374,13 @@ def request_step(
     >>> float(state["a"].params), float(state["b"].params)
     (-3.0, 5.0)
     """
-    objective = objective_of(module_aware_loss(Loss.of(loss)), weight, reduction, over, order)
+    objective = Objective.of(module_aware_loss(Loss.of(loss)), weight, reduction, over, order)
     require_first(objective.loss)
     if objective.loss.carry_argnum is not None:
         raise invalid("a loss without a carry, as requests come in any order", "carry_argnum")
-    if objective.counts_totals:
+    if objective.loss.totals == "counted":
         raise invalid("totals that are given or unknown, as requests come in any order", "totals='counted'")
     if objective.reduction.microbatches is not None:
         raise invalid("a reduction without a ledger, as the step keeps one", repr(objective.reduction))
-    with importing("request_step"):
-        import optax  # optional: gradients alone do not need it
-    require_transformation(optimizer)
-    programs = RequestPrograms(objective, optax.with_extra_args_support(optimizer))
+    programs = RequestPrograms(objective, require_transformation(optimizer))
     return RequestStep(programs, valid("microbatches", microbatches))

@@ -17,9 +17,8 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples
-from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.integrations.jax.loss import Form
-from gradcombine.integrations.jax.objective_of_terms import ObjectiveOfTerms
+from gradcombine.integrations.jax.loss import Form, batch_positions, folded_key, replaced
+from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import align, finalized, is_aligned, mark_varying
 from gradcombine.places.time import whole_window
 from gradcombine.reductions.adding import Added
@@ -132,7 +131,9 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
     round the weight or overflow. With a carry, all microbatches have to be computed, even those that may have weight 0.
     """
     known_weight, loss = spec.known.value, objective.loss
-    if not loss.differentiate or known_weight in (0, 1) or (known_weight is None and loss.carry_argnum is not None):
+    if not loss.differentiate or objective.has_ratios or known_weight in (0, 1):
+        return False
+    if known_weight is None and loss.carry_argnum is not None:
         return False
     leaves = [leaf for leaf in tree.flatten(spec.parts["grads"])[0] if not is_absent(leaf)]
     widest = max((jnp.finfo(leaf.dtype).bits for leaf in leaves), default=0)
@@ -174,34 +175,33 @@ def scan_microbatches(
     Returns:
       The reduction of the parts of a `Contribution`, its partial state, the last carry, and the form of the loss.
     """
-    positions = objective.batch_positions(args)
-    batch = divide(as_arrays(tuple(args[i] for i in positions)), microbatches, interleaved)
+    loss, at = objective.loss, batch_positions(objective.loss, args)
+    batch = divide(as_arrays(tuple(args[i] for i in at)), microbatches, interleaved)
     stacked = batch.stacked
     # Microbatches of equal size have equal weights, and 1 avoids a multiplication.
     default_weight = None if batch.rest is not None else 1
-    first = objective.over.rank() * np.int32(batch.total) if objective.loss.rng_argnum is not None else 0
+    first = objective.over.rank() * np.int32(batch.total) if loss.rng_argnum is not None else 0
+    carry = None if loss.carry_argnum is None else args[loss.carry_argnum]
 
     def arguments(examples: Tree, number: Scalar, carry: Tree) -> list[Tree]:
-        loss_args = list(args)
-        for i, x in zip(positions, examples, strict=True):
-            loss_args[i] = x
-        if objective.loss.carry_argnum is not None:
-            loss_args[objective.loss.carry_argnum] = carry
-        if objective.loss.rng_argnum is not None:
-            loss_args[objective.loss.rng_argnum] = objective.key(args, first + number)
+        loss_args = replaced(args, at, examples)
+        if loss.carry_argnum is not None:
+            loss_args[loss.carry_argnum] = carry
+        if loss.rng_argnum is not None:
+            loss_args[loss.rng_argnum] = folded_key(loss, args, first + number)
         return loss_args
 
     numbers = jnp.arange(batch.full, dtype=jnp.int32)
-    if isinstance(objective, ObjectiveOfTerms) and objective.counts_totals:
-        initial_carry = None if objective.loss.carry_argnum is None else args[objective.loss.carry_argnum]
+    if objective.terms is not None and loss.totals == "counted":
+        terms, initial_carry = objective.terms, carry
 
         def weigh_terms(x: tuple[Tree, Tree]) -> Tree:
-            return objective.weights_of(arguments(x[0], x[1], initial_carry), kwargs)
+            return objective.denominators(terms, arguments(x[0], x[1], initial_carry), kwargs)
 
         totals = jax.lax.map(weigh_terms, (stacked, numbers)).sum(0)
         if batch.rest is not None:
             totals += weigh_terms((batch.rest, jnp.int32(batch.full)))
-        kwargs = objective.with_totals(kwargs, totals)
+        kwargs = objective.with_totals(terms, kwargs, totals)
 
     def contribution(examples: Tree, number: Scalar, carry: Tree, scale: Scalar = None) -> Contribution:
         return objective.contribution(arguments(examples, number, carry), kwargs, default_weight, scale)
@@ -212,29 +212,28 @@ def scan_microbatches(
     def first_update(examples: Tree, carry: Tree) -> Tree:
         """A contribution, and the state after it; evaluated abstractly only."""
         added = contribution(examples, jnp.int32(0), carry)
-        fold = _fold(objective, objective.parts_reduction("aux" in added.parts), batch.total)
-        return added, fold.update(fold.init(added.parts), added.parts, added.weight)
+        init, update, _ = _fold(objective, objective.parts_reduction("aux" in added.parts), batch.total)
+        return added, update(init(added.parts), added.parts, added.weight)
 
-    at = objective.loss.carry_argnum
-    carry = None if at is None else jax.tree.map(jnp.asarray, args[at])
+    carry = jax.tree.map(jnp.asarray, carry)
     traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
     if not is_aligned(carry, spec.carry):
         carry = align(carry, spec.carry)
         traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
     reduction = objective.parts_reduction("aux" in spec.parts)
-    fold = _fold(objective, reduction, batch.total)
-    state = mark_varying(objective.over, align(jax.tree.map(jnp.asarray, fold.init(spec.parts)), after))
-    scaled = batch.full > 1 and scales_loss(objective, spec, traced)
-    scan_fold = fold
+    init, update, total = _fold(objective, reduction, batch.total)
+    state = mark_varying(objective.over, align(jax.tree.map(jnp.asarray, init(spec.parts)), after))
+    scaled, scan_update = batch.full > 1 and scales_loss(objective, spec, traced), update
     if scaled:
-        scan_fold = _fold(objective, objective.parts_reduction("aux" in spec.parts, ScaledGradients), batch.total)
+        wrapped = objective.parts_reduction("aux" in spec.parts, ScaledGradients)
+        _, scan_update, _ = _fold(objective, wrapped, batch.total)
     scale = spec.known.value if scaled else None
 
     def body(state_and_carry: tuple[Tree, Tree], iteration: Iteration) -> tuple[tuple[Tree, Tree], None]:
         state, carry = state_and_carry
         number, weight = iteration
         added = contribution(example(number), number, carry, scale if weight is None else weight)
-        state = scan_fold.update(state, added.parts, added.weight if weight is None else weight)
+        state = scan_update(state, added.parts, added.weight if weight is None else weight)
         return (state, added.carry), None
 
     def weigh(x: tuple[Tree, Tree]) -> Tree:
@@ -250,34 +249,26 @@ def scan_microbatches(
         (state, carry), _ = jax.lax.scan(body, (state, carry), Iteration(numbers, None))
     if batch.rest is not None:
         added = contribution(batch.rest, jnp.int32(batch.full), carry)
-        state, carry = fold.update(state, added.parts, added.weight), added.carry
-    return reduction, fold.total(state), carry, spec.form
+        state, carry = update(state, added.parts, added.weight), added.carry
+    return reduction, total(state), carry, spec.form
 
 
-class _Fold(NamedTuple):
-    """Combines contributions one after another, in the objective's order.
+def _fold(objective: Objective, reduction: Reduction, length: int) -> tuple[Callable[..., State], ...]:
+    """Functions that combine contributions one after another, in the objective's order.
 
-    Attributes:
-      init: ``init(like) -> state``.
-      update: ``update(state, parts, weight) -> state``.
-      total: converts the state to one of the reduction.
+    Returns:
+      ``init(like) -> state``; ``update(state, parts, weight) -> state``; and ``total(state)``, which converts the state
+      to one of the reduction.
     """
-
-    init: Callable[[Tree], State]
-    update: Callable[[State, Tree, Scalar], State]
-    total: Callable[[State], State]
-
-
-def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
     if objective.order == "sequential":
         # `accumulate` would select between old and new window in each update: one more pass over memory.
-        return _Fold(reduction.init, reduction.update, lambda state: state)
+        return reduction.init, reduction.update, lambda state: state
     acc = gc.accumulate(reduction, length, order=objective.order)
 
     def update(state: AccumulateState, parts: Tree, weight: Scalar) -> AccumulateState:
         return acc.update(parts, state, weight)
 
-    return _Fold(acc.init, update, lambda state: whole_window(reduction, state))
+    return acc.init, update, lambda state: whole_window(reduction, state)
 
 
 def scan_window(
@@ -286,22 +277,15 @@ def scan_window(
     """Combines the microbatches of a batch one after another, and then the replicas by one all-reduce.
 
     Returns:
-      The combined parts of the contributions, as returned by `Objective.reported`; the last carry; and the form of the
-      loss.
+      The combined parts of the contributions; the last carry; and the form of the loss.
     """
     reductions: list[Reduction] = []
 
-    def on_one(args: list[Tree], kwargs: dict[str, Tree], shared: Tree, carry: Tree) -> tuple[Tree, Tree]:
-        if objective.loss.carry_argnum is not None:
-            args[objective.loss.carry_argnum] = carry
+    def on_one(args: list[Tree], kwargs: dict[str, Tree], shared: Tree, local: Tree) -> tuple[Tree, Tree, Tree]:
         reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, args, kwargs)
         reductions.append(reduction)
         require_none(state)
-        return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), carry
+        return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), (), carry
 
-    others, carry = list(args), None
-    if objective.loss.carry_argnum is not None and objective.loss.carry_argnum < len(args):
-        others[objective.loss.carry_argnum], carry = None, args[objective.loss.carry_argnum]
-    (state, form), carry = objective.on_replicas(on_one, others, kwargs, local=carry)
-    values = finalized(objective.over, reductions[0], state, objective.params(args))
-    return objective.reported(values), carry, form
+    (state, form), _, carry = objective.on_replicas(on_one, args, kwargs)
+    return finalized(objective.over, reductions[0], state, objective.params(args)), carry, form

@@ -14,10 +14,11 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
-from gradcombine.errors import GradCombineError, invalid, within
+from gradcombine.errors import invalid, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_tree
-from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, with_mesh_of
+from gradcombine.integrations.jax.loss import batch_positions, folded_key
+from gradcombine.integrations.jax.objective import Contribution, Objective
+from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, unbound, with_mesh_of
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.places.time import require_state
@@ -76,15 +77,26 @@ StepFunctions: TypeAlias = tuple[
 
 
 def optimize(
-    optimizer: optax.GradientTransformationExtraArgs, params: Tree, opt_state: Tree, values: dict[str, Tree]
+    objective: Objective, optimizer: optax.GradientTransformationExtraArgs, kept: Tree, combined: dict[str, Tree]
 ) -> tuple[tuple[Tree, Tree], StepMetrics]:
-    """Runs the optimizer on the combined parts of a window; returns ``(params, opt_state), metrics``."""
+    """Runs the optimizer on the combined parts of a window.
+
+    Args:
+      objective: of the step.
+      optimizer: of the step.
+      kept: ``(params, opt_state)``.
+      combined: the finalized parts of a `Contribution`.
+
+    Returns:
+      The new ``(params, opt_state)``, in their old dtypes, and the metrics.
+    """
     import optax
 
+    (params, old_state), values = kept, objective.reported(combined)
     shapes = [np.shape(x) for x in jax.tree.leaves(params)]
     has_shards = [np.shape(x) for x in jax.tree.leaves(values["grads"])] != shapes
     try:
-        updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["total"])
+        updates, opt_state = optimizer.update(values["grads"], old_state, params, value=values["total"])
         if has_shards and jax.tree.map(np.shape, updates) != jax.tree.map(np.shape, params):
             raise TypeError("updates of other shapes than the parameters")
     except (TypeError, ValueError) as error:
@@ -97,15 +109,7 @@ def optimize(
         raise invalid(expected, str(error)) from error
     optional = (values.get(name) for name in ("aux", "grad_norm", "grad_norms"))
     metrics = StepMetrics(jnp.asarray(True), values["value"], values["weight"], *optional)
-    return (optax.apply_updates(params, updates), opt_state), metrics
-
-
-def optimize_combined(
-    objective: Objective, optimizer: optax.GradientTransformationExtraArgs, kept: Tree, combined: dict[str, Tree]
-) -> tuple[tuple[Tree, Tree], StepMetrics]:
-    """`optimize` for the branch of a window, ``kept`` being ``(params, opt_state)``."""
-    (params, opt_state), metrics = optimize(optimizer, kept[0], kept[1], objective.reported(combined))
-    return (params, keep_dtypes(opt_state, kept[1])), metrics
+    return (optax.apply_updates(params, updates), keep_dtypes(opt_state, old_state)), metrics
 
 
 def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Tree]) -> list[Tree]:
@@ -121,15 +125,6 @@ def copied(values: Tree) -> Tree:
     return jax.tree.map(jnp.copy, as_arrays(values))
 
 
-def _is_bound(objective: Objective) -> bool:
-    """Whether a surrounding transformation (pmap, vmap or shard_map) binds the replica axis."""
-    try:
-        objective.over.size()
-    except GradCombineError:
-        return False
-    return True
-
-
 def require_init(objective: Objective, params: Tree, example: Sequence[Tree], carry: Tree, kwargs: Tree) -> Tree:
     """Checks the arguments of ``init``; returns the parameters as JAX arrays."""
     require_tree(example, carry, kwargs)
@@ -138,20 +133,6 @@ def require_init(objective: Objective, params: Tree, example: Sequence[Tree], ca
         expected = "step.init(params, carry=...), for carry_argnum" if has_carry else "no carry"
         raise invalid(expected, "none" if carry is None else type(carry).__name__)
     return as_arrays(params)
-
-
-def initial_state(
-    objective: Objective,
-    optimizer: optax.GradientTransformationExtraArgs,
-    params: Tree,
-    window: AccumulateState,
-    carry: Tree,
-) -> TrainState:
-    """Initial state on the devices of the parameters; each replica gets its own levels and carry."""
-    local = jax.tree.map(jnp.asarray, window.levels), copied(carry)
-    levels, carry = local_state(objective.over, local, params)
-    window = AccumulateState(levels, jnp.asarray(window.step), jnp.asarray(window.index))
-    return place_beside(params, TrainState(window, copied(optimizer.init(params)), carry))
 
 
 def require_train_state(state: Tree) -> TrainState:
@@ -172,7 +153,7 @@ def part_specs(
     specs = {"grads": objective.grads_like(params), "value": _scalar(value_dtype), "weight": _scalar(np.float32)}
     if not example and not kwargs:
         return specs
-    traceable = objective if _is_bound(objective) else dataclasses.replace(objective, over=gc.LOCAL)
+    traceable = objective if unbound(objective.over) is None else dataclasses.replace(objective, over=gc.LOCAL)
     loss_args = loss_arguments(objective, params, carry, example)
     parts = jax.eval_shape(lambda *args, **kw: traceable.contribution(args, kw).parts, *loss_args, **kwargs)
     return specs | ({"aux": with_mesh_of(parts["aux"], (loss_args, kwargs))} if "aux" in parts else {})
@@ -182,10 +163,9 @@ def microbatch(
     objective: Objective, loss_args: list[Tree], kwargs: dict[str, Tree], index: Array, number: Array
 ) -> Contribution:
     """Computes a contribution in the dtypes of the parameters; folds window index and number into the random key."""
-    params = loss_args[0]
-    objective.batch_positions(loss_args)  # raises for missing arguments
-    if objective.loss.rng_argnum is not None:
-        loss_args[objective.loss.rng_argnum] = objective.key(loss_args, index, number)
+    params, at = loss_args[0], objective.loss.rng_argnum
+    if at is not None:
+        loss_args[at] = folded_key(objective.loss, loss_args, index, number)
     contribution = objective.contribution(loss_args, kwargs)
     grads = contribution.parts["grads"]
     if jax.tree.structure(grads) == jax.tree.structure(params):
@@ -193,73 +173,6 @@ def microbatch(
         grads = jax.tree.map(widened, grads, params)
     value = contribution.parts["value"].astype(dtypes.of_weights(leaf.dtype for leaf in jax.tree.leaves(params)))
     return contribution._replace(parts=contribution.parts | {"grads": grads, "value": value})
-
-
-def one_microbatch_per_call(
-    objective: Objective,
-    optimizer: optax.GradientTransformationExtraArgs,
-    every: int | Callable[[Array], Scalar],
-    max_every: int | None,
-) -> StepFunctions:
-    """Builds a step whose calls add one microbatch each; the last call of a window all-reduces and optimizes."""
-    close = partial(optimize_combined, objective, optimizer)
-    without_aux = objective.window(every, max_every, has_aux=False)
-    with_aux = objective.window(every, max_every, has_aux=True)
-
-    def init(params: Tree, *example: Tree, carry: Tree = None, **kwargs: Tree) -> TrainState:
-        params = require_init(objective, params, example, carry, kwargs)
-        specs = part_specs(objective, params, carry, example, kwargs)
-        window = with_aux if "aux" in specs else without_aux
-        return initial_state(objective, optimizer, params, window.init(specs), carry)
-
-    def function(params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> tuple[Tree, TrainState, StepMetrics]:
-        require_tree(args, kwargs)
-        state = require_train_state(state)
-        params, has_aux = as_arrays(params), holds_aux(state.window)
-        window = window_of(state, params)
-
-        def contribute(loss_args: list[Tree], kwargs: Tree, counters: Tree, local: Tree) -> tuple[Tree, Tree]:
-            held, carry = AccumulateState(local[0], *counters), local[1]
-            if objective.loss.carry_argnum is not None:
-                objective.batch_positions(loss_args)  # raises for missing arguments
-                loss_args[objective.loss.carry_argnum] = carry
-            index, number = without_aux.next(held)[0], without_aux.number(held)
-            contribution = microbatch(objective, loss_args, kwargs, index, number)
-            if ("aux" in contribution.parts) != has_aux:
-                expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
-                raise invalid(expected, f"one made {'with' if has_aux else 'without'} aux")
-            held, due = window.due(window.contribute(held, contribution.parts, contribution.weight))
-            return (jnp.asarray(due), held.step, held.index), (held.levels, contribution.carry)
-
-        # The accumulators are updated outside of the branch and only read inside it, so that XLA updates them in place.
-        counters, local = (state.window.step, state.window.index), (state.window.levels, state.carry)
-        loss_args = loss_arguments(objective, params, None, args)
-        (due, *counters), (levels, carry) = objective.on_replicas(contribute, loss_args, kwargs, counters, local)
-        held, kept = AccumulateState(levels, *counters), (params, state.opt_state)
-        due = due if not window.ends_by_flush else False
-        held, (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
-        return params, TrainState(held, opt_state, carry), metrics
-
-    def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
-        state = require_train_state(state)
-        params = as_arrays(params)
-        window, kept = window_of(state, params), (params, state.opt_state)
-
-        def end(counters: Tree, batch: Tree, levels: Tree) -> tuple[Tree, Tree]:
-            held = window.mark_varying(AccumulateState(levels, *counters))
-            partial = window.is_partial(held)
-            return (partial, window.end(held, partial).step), held.levels
-
-        counters = state.window.step, state.window.index
-        (partial, ended), levels = on_replicas(objective.over, end, counters, local=state.window.levels)
-        held = state.window._replace(levels=levels)
-        held, (params, opt_state), metrics = window.apply_if(partial, held, close, kept, run_if)
-        return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
-
-    def window_of(state: TrainState, params: Tree) -> Window:
-        return dataclasses.replace(with_aux if holds_aux(state.window) else without_aux, params=params)
-
-    return init, function, flush
 
 
 def holds_aux(window: AccumulateState) -> bool:
@@ -275,35 +188,99 @@ def holds_aux(window: AccumulateState) -> bool:
     return len(parts) > 3
 
 
-def _scalar(dtype: DType) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), dtype)
-
-
-def one_window_per_call(
+def step_functions(
     objective: Objective,
     optimizer: optax.GradientTransformationExtraArgs,
-    microbatches: int,
+    every: int | Callable[[Array], Scalar],
+    max_every: int | None,
+    microbatches: int | None,
     interleaved: bool,
 ) -> StepFunctions:
-    """Builds a step whose calls process a full window: scans its microbatches, then all-reduces and optimizes."""
+    """Builds a training step; the arguments are those of `train_step`.
+
+    A call with ``every`` adds one microbatch, and if it is the last of its window, all-reduces and optimizes. A call
+    with ``microbatches`` scans a full window, all-reduces and optimizes. In the former, the accumulators are updated
+    outside of the branch and only read inside it, so that XLA updates them in place.
+    """
+    close = partial(optimize, objective, optimizer)
+    windows = {aux: objective.window(every, max_every, has_aux=aux) for aux in (False, True)}
+
+    def window_of(state: TrainState, params: Tree) -> Window:
+        return dataclasses.replace(windows[holds_aux(state.window)], params=params)
 
     def init(params: Tree, *example: Tree, carry: Tree = None, **kwargs: Tree) -> TrainState:
+        """Initial state on the devices of the parameters; each replica gets its own levels and carry."""
         params = require_init(objective, params, example, carry, kwargs)
-        return initial_state(objective, optimizer, params, AccumulateState((), np.int32(0), np.int32(0)), carry)
+        window = AccumulateState((), np.int32(0), np.int32(0))
+        if microbatches is None:
+            specs = part_specs(objective, params, carry, example, kwargs)
+            window = windows["aux" in specs].init(specs)
+        levels, step, index = jax.tree.map(jnp.asarray, (window.levels, window.step, window.index))
+        levels, carry = local_state(objective.over, (levels, copied(carry)), params)
+        opt_state = copied(optimizer.init(params))
+        return place_beside(params, TrainState(AccumulateState(levels, step, index), opt_state, carry))
 
     def function(params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> tuple[Tree, TrainState, StepMetrics]:
         require_tree(args, kwargs)
-        state = require_train_state(state)
-        params, window = as_arrays(params), state.window
-        loss_args = loss_arguments(objective, params, state.carry, args)
-        objective.batch_positions(loss_args)  # raises for missing arguments
+        state, params = require_train_state(state), as_arrays(params)
+        if microbatches is None:
+            return add_microbatch(params, state, args, kwargs)
+        return run_window(microbatches, params, state, args, kwargs)
+
+    def run_window(
+        count: int, params: Tree, state: TrainState, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[Tree, TrainState, StepMetrics]:
+        loss_args, window = loss_arguments(objective, params, state.carry, args), state.window
+        batch_positions(objective.loss, loss_args)  # raises for missing arguments
         if objective.loss.rng_argnum is not None:
-            loss_args[objective.loss.rng_argnum] = objective.key(loss_args, window.index)
-        values, carry, _ = scan_window(objective, microbatches, interleaved, loss_args, kwargs)
-        (params, opt_state), metrics = optimize(optimizer, params, state.opt_state, values)
+            loss_args[objective.loss.rng_argnum] = folded_key(objective.loss, loss_args, window.index)
+        combined, carry, _ = scan_window(objective, count, interleaved, loss_args, kwargs)
+        (params, opt_state), metrics = close((params, state.opt_state), combined)
         return params, TrainState(window._replace(index=window.index + 1), opt_state, carry), metrics
 
+    def add_microbatch(
+        params: Tree, state: TrainState, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[Tree, TrainState, StepMetrics]:
+        window, has_aux = window_of(state, params), holds_aux(state.window)
+
+        def on_one(
+            loss_args: list[Tree], kwargs: dict[str, Tree], counters: Tree, levels: Tree
+        ) -> tuple[Tree, Tree, Tree]:
+            held = AccumulateState(levels, *counters)
+            contribution = microbatch(objective, loss_args, kwargs, window.next(held)[0], window.number(held))
+            if ("aux" in contribution.parts) != has_aux:
+                expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
+                raise invalid(expected, f"one made {'with' if has_aux else 'without'} aux")
+            held, due = window.due(window.contribute(held, contribution.parts, contribution.weight))
+            return (jnp.asarray(due), held.step, held.index), held.levels, contribution.carry
+
+        loss_args = loss_arguments(objective, params, state.carry, args)
+        levels, *counters = state.window
+        (due, *counters), levels, carry = objective.on_replicas(on_one, loss_args, kwargs, counters, levels)
+        held, kept = AccumulateState(levels, *counters), (params, state.opt_state)
+        due = due if not window.ends_by_flush else False
+        held, (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
+        return params, TrainState(held, opt_state, carry), metrics
+
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
-        raise invalid("a step with every, for flush: with microbatches, each call ends its window", "microbatches")
+        if microbatches is not None:
+            raise invalid("a step with every, for flush: with microbatches, each call ends its window", "microbatches")
+        state, params = require_train_state(state), as_arrays(params)
+        window, kept = window_of(state, params), (params, state.opt_state)
+
+        def end(counters: Tree, batch: Tree, levels: Tree) -> tuple[Tree, Tree]:
+            held = window.mark_varying(AccumulateState(levels, *counters))
+            is_partial = window.is_partial(held)
+            return (is_partial, window.end(held, is_partial).step), held.levels
+
+        counters = state.window.step, state.window.index
+        (is_partial, ended), levels = on_replicas(objective.over, end, counters, local=state.window.levels)
+        held = state.window._replace(levels=levels)
+        held, (params, opt_state), metrics = window.apply_if(is_partial, held, close, kept, run_if)
+        return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
 
     return init, function, flush
+
+
+def _scalar(dtype: DType) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), dtype)

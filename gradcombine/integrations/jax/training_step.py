@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,18 +14,12 @@ from jax.core import eval_context
 import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import importing, invalid, operation, require_one
+from gradcombine.errors import invalid, operation, require_one
 from gradcombine.integrations.jax.arrays import explain_rejection, require_transformation
 from gradcombine.integrations.jax.loss import Loss, require_first
-from gradcombine.integrations.jax.modules import merge_if_split, module_step_functions, split_module
-from gradcombine.integrations.jax.objective_of_terms import objective_of
-from gradcombine.integrations.jax.step_functions import (
-    StepFunctions,
-    StepMetrics,
-    TrainState,
-    one_microbatch_per_call,
-    one_window_per_call,
-)
+from gradcombine.integrations.jax.modules import SplitModule, merge_module, module_step_functions, split_module
+from gradcombine.integrations.jax.objective import Objective
+from gradcombine.integrations.jax.step_functions import StepFunctions, StepMetrics, TrainState, step_functions
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, Scalar, Tree
@@ -59,14 +53,13 @@ class TrainStep:
     flush_function: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
 
     @operation("train_step")
-    def __call__(self, params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> Tree:
+    def __call__(
+        self, params: Tree, state: TrainState, *args: Tree, **kwargs: Tree
+    ) -> tuple[Tree, TrainState, StepMetrics]:
         """Processes one microbatch or one full window; returns ``params, state, metrics``."""
         if _is_transformed():
             return self.function(params, state, *args, **kwargs)
-        params = params if (module := split_module(params)) is None else module
-        with explain_rejection(params, state, args, kwargs):
-            params, state, metrics = self.compiled(params, state, *args, **kwargs)
-        return merge_if_split(params), state, metrics
+        return _run_compiled(self.compiled, params, state, *args, **kwargs)
 
     @operation("train_step")
     def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
@@ -76,10 +69,7 @@ class TrainStep:
         """
         if _is_transformed():
             return self.flush_function(params, state)
-        params = params if (module := split_module(params)) is None else module
-        with explain_rejection(params, state):
-            params, state, metrics = self.compiled_flush(params, state)
-        return merge_if_split(params), state, metrics
+        return _run_compiled(self.compiled_flush, params, state)
 
     @cached_property
     def compiled(self) -> jax.stages.Wrapped:
@@ -92,10 +82,22 @@ class TrainStep:
         return compile_step(self.flush_function)
 
 
-def compile_step(function: Callable[..., Tree], donated: tuple[int, ...] = (0, 1)) -> jax.stages.Wrapped:
+def _run_compiled(
+    compiled: jax.stages.Wrapped, params: Tree, state: TrainState, /, *args: Tree, **kwargs: Tree
+) -> tuple[Tree, TrainState, StepMetrics]:
+    """Calls a compiled function, which takes and returns a module split into arrays."""
+    params = params if (module := split_module(params)) is None else module
+    with explain_rejection(params, state, args, kwargs):
+        params, state, metrics = compiled(params, state, *args, **kwargs)
+    return merge_module(params) if isinstance(params, SplitModule) else params, state, metrics
+
+
+def compile_step(
+    function: Callable[..., Tree], donated: tuple[int, ...] = (0, 1), keep_unused: bool = False
+) -> jax.stages.Wrapped:
     """Compiles the function; donates the arguments at these positions."""
     options = _SCHEDULE if jax.default_backend() == "cpu" else None
-    return jax.jit(function, donate_argnums=donated, compiler_options=options)
+    return jax.jit(function, donate_argnums=donated, keep_unused=keep_unused, compiler_options=options)
 
 
 with eval_context():
@@ -191,24 +193,20 @@ def train_step(
     >>> float(w), bool(metrics.applied)
     (-3.0, True)
     """
-    objective = objective_of(loss, weight, reduction, over, order)
+    objective = Objective.of(loss, weight, reduction, over, order)
     require_first(objective.loss)
-    with importing("train_step"):
-        import optax  # optional: gradients alone do not need it
-
+    transformation = require_transformation(optimizer)
     check(interleaved=interleaved)
-    require_transformation(optimizer)
-    wrapped = optax.with_extra_args_support(optimizer)
     require_one("every or microbatches", every, microbatches)
+    length = 1 if every is None else every
+    scanned = None if microbatches is None else valid("microbatches", microbatches)
+    if scanned is None and objective.loss.totals == "counted":
+        raise invalid("microbatches, for totals that are counted before a window", "every")
 
     def functions(loss: Loss) -> StepFunctions:
-        objective = objective_of(loss, weight, reduction, over, order)
-        if microbatches is not None:
-            return one_window_per_call(objective, wrapped, valid("microbatches", microbatches), interleaved)
-        if objective.counts_totals:
-            raise invalid("microbatches, for totals that are counted before a window", "every")
-        return one_microbatch_per_call(objective, wrapped, 1 if every is None else every, max_every)
+        of_arrays = replace(objective, loss=loss)
+        return step_functions(of_arrays, transformation, length, max_every, scanned, interleaved)
 
     named = operation("train_step")
-    init, function, flush = module_step_functions(Loss.of(loss), functions, objective.default_aux_reduction)
+    init, function, flush = module_step_functions(objective.loss, functions, objective.default_aux_reduction)
     return TrainStep(named(init), named(function), named(flush))

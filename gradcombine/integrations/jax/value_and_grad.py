@@ -1,17 +1,18 @@
-"""The gradient of a batch, computed in microbatches and on replicas."""
+"""Gradients of a batch, computed in microbatches and on replicas, and gradients of a microbatch by denominator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import invalid, operation, require_given
 from gradcombine.integrations.jax.arrays import require_tree
-from gradcombine.integrations.jax.loss import Loss, in_form
-from gradcombine.integrations.jax.modules import SplitModule, module_loss, split_if_module, write_state
-from gradcombine.integrations.jax.objective_of_terms import objective_of
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, in_form, positions
+from gradcombine.integrations.jax.modules import module_loss, split_if_module, write_state
+from gradcombine.integrations.jax.objective import Objective
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
@@ -118,31 +119,77 @@ def value_and_grad(
     >>> float(value["fit"]), float(value["decay"]), float(grad)  # 2 + 20
     (20.0, 100.0, 22.0)
     """
-    objective = objective_of(loss, weight, reduction, over, order)
+    objective = Objective.of(loss, weight, reduction, over, order)
     check(interleaved=interleaved)
-    count, array_loss = valid("microbatches", microbatches), Loss.of(loss)
+    count, array_loss = valid("microbatches", microbatches), objective.loss
+    differentiated = positions(array_loss.argnums)
     if array_loss.grad_norm:
         raise invalid("no grad_norm, as the gradients are returned (use optax.tree.norm)", "grad_norm=True")
 
+    def run(objective: Objective, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[dict[str, Tree], Tree, Form]:
+        require_tree(args, kwargs)
+        combined, carry, form = scan_window(objective, count, interleaved, args, kwargs)
+        return objective.reported(combined), carry, form
+
     @operation("value_and_grad")
     @wraps(objective.loss.function)
-    def combined(*args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
-        module = next(filter(None, map(split_if_module, objective.differentiated_args(args))), None)
-        if module is not None:
-            return combined_for_module(module, list(args), kwargs)
-        require_tree(args, kwargs)
-        values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
-        return in_form(form, values, carry), values["grads"]
-
-    def combined_for_module(module: SplitModule, args: list[Tree], kwargs: dict[str, Tree]) -> tuple[Tree, Tree]:
+    def function(*args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
+        module = next(filter(None, map(split_if_module, (args[i] for i in differentiated if i < len(args)))), None)
+        if module is None:
+            values, carry, form = run(objective, args, kwargs)
+            return in_form(form, values, carry), values["grads"]
         wrapped = module_loss(array_loss, module, len(args), objective.default_aux_reduction)
-        original = args[0]
-        args, kwargs = wrapped.arguments(module, args, kwargs, has_carry=True)
-        require_tree(args, kwargs)
-        module_objective = objective_of(wrapped.loss, weight, reduction, over, order)
-        values, carry, _ = scan_window(module_objective, count, interleaved, args, kwargs)
+        arrays = wrapped.arguments(module, list(args), kwargs, has_carry=True)
+        values, carry, _ = run(replace(objective, loss=wrapped.loss), *arrays)
         module, aux = wrapped.updated(module, values.get("aux"))
-        write_state(original, module)
+        write_state(args[0], module)
         return in_form(wrapped.forms[-1], values | {"aux": aux}, carry), values["grads"]
 
-    return combined
+    return function
+
+
+@operation("grads_by_denominator")
+def grads_by_denominator(
+    loss: Callable[..., Tree],
+    terms: Mapping[str, str],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[LossOutput, dict[str, Tree]]]:
+    """Computes the gradients of a loss of several terms by denominator: for `integrations.optax.accumulate`.
+
+    Args:
+      loss, argnums, has_aux: as for jax.value_and_grad; ``loss`` returns terms and weights as for `Loss`.
+      terms: as for `Loss`, a dict from term to denominator.
+
+    Returns:
+      A function of the arguments of ``loss``. It returns the `LossOutput` of the loss, and a dict by denominator with
+      the gradient of the sum of its terms, not divided by anything. It takes one linearization, and one backward pass
+      per denominator through the parts of the loss that its terms depend on.
+
+    Raises:
+      GradCombineError: as `value_and_grad`.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import LossOutput, grads_by_denominator
+    >>> def loss(w, x):
+    ...     return LossOutput({"fit": jnp.sum(w * x), "decay": w * w}, weight={"tokens": x.size, "microbatches": 1})
+    >>> function = grads_by_denominator(loss, {"fit": "tokens", "decay": "microbatches"})
+    >>> output, grads = function(jnp.float32(10), jnp.float32([1, 2]))
+    >>> {name: float(grad) for name, grad in grads.items()}, output.weight
+    ({'microbatches': 20.0, 'tokens': 3.0}, {'microbatches': 1, 'tokens': 2})
+    """
+    objective = Objective.of(Loss(loss, argnums, has_aux=has_aux, terms=terms))
+    named = require_given("terms", objective.terms)
+
+    @operation("grads_by_denominator")
+    @wraps(loss)
+    def differentiated(*args: Tree, **kwargs: Tree) -> tuple[LossOutput, dict[str, Tree]]:
+        require_tree(args, kwargs)
+        output, _, grads = objective.by_denominator(named, args, kwargs)
+        values = {term: part.numerator for term, part in output.aux["terms"].items()}
+        weights = {name: part.denominator for name, part in grads.items()}
+        result = LossOutput(values, weights, output.aux["aux"], output.carry)
+        return result, {name: part.numerator for name, part in grads.items()}
+
+    return differentiated

@@ -262,28 +262,25 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     """
     check(reduction=reduction)
     every, replicas = valid("microbatches", every), valid("replicas", replicas)
-    leaves, _ = tree.flatten(like)
-    present = [leaf for leaf in leaves if not is_absent(leaf)]
-    with translate_errors("arrays or specs of JAX", TypeError):  # raised for dtypes that JAX lacks
-        states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
-    for state in states:
+    leaves, structure = tree.flatten(like)
+    full = shards = gathered = all_reduced = scattered = 0
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        if is_absent(leaf):
+            continue
+        with translate_errors("arrays or specs of JAX", TypeError):  # raised for dtypes that JAX lacks
+            state = jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value
         if owner(state) is None:
             raise invalid("a reduction whose state is one array per leaf", type(state).__name__)
-    widths = [BACKEND.dtype(state).itemsize for state in states]
-    full = sum(math.prod(shape_of(leaf)) * width for leaf, width in zip(present, widths, strict=True))
-    shards = sum(_length(replicas, leaf) * width for leaf, width in zip(present, widths, strict=True))
-    gathered = sum(_length(replicas, leaf) * dtype_of(leaf).itemsize for leaf in present)
-    all_reduced, scattered = 2 * (replicas - 1) * full // replicas, shards
-    if (wire := reduction.wire) is not None:
-        paths = tree.flatten(like)[1].paths()
-        plain = [
-            wire.keeps(path, shape_of(leaf)) for path, leaf in zip(paths, leaves, strict=True) if not is_absent(leaf)
-        ]
-        each = list(zip(present, widths, plain, strict=True))
-        costs = [exchange.bytes_sent(wire, math.prod(shape_of(leaf)), replicas, width) for leaf, width, _ in each]
-        all_reduced = sum(cost["wide"] if keep else min(cost.values()) for cost, keep in zip(costs, plain, strict=True))
-        lengths = [(_length(replicas, leaf), width, keep) for leaf, width, keep in each]
-        scattered = sum(n * width if keep else min(n * width, wire.nbytes(n)) for n, width, keep in lengths)
+        size, length, width = math.prod(shape_of(leaf)), _length(replicas, leaf), BACKEND.dtype(state).itemsize
+        sent = length * width
+        full, shards, gathered = full + size * width, shards + sent, gathered + length * dtype_of(leaf).itemsize
+        if (wire := reduction.wire) is not None:
+            costs, keeps = exchange.bytes_sent(wire, size, replicas, width), wire.keeps(path, shape_of(leaf))
+            all_reduced += costs["wide"] if keeps else min(costs.values())
+            sent = sent if keeps else min(sent, wire.nbytes(length))
+        scattered += sent
+    if reduction.wire is None:
+        all_reduced = 2 * (replicas - 1) * full // replicas
     return {
         "all_reduce": ExchangeCost(all_reduced, full),
         "reduce_scatter": ExchangeCost((replicas - 1) * (every * scattered + gathered), shards),

@@ -19,8 +19,8 @@ from gradcombine.audit import Target
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import attribute, invalid, require_integer, shown, within
 from gradcombine.integrations.jax.arrays import examples, require_transformation, require_tree
-from gradcombine.integrations.jax.contribution import Objective
-from gradcombine.integrations.jax.loss import Loss
+from gradcombine.integrations.jax.loss import Loss, batch_positions
+from gradcombine.integrations.jax.objective import Objective
 from gradcombine.types import Array, Tree
 
 
@@ -102,8 +102,8 @@ def problem_of(
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     require_tree(params, args)
     mesh = _mesh(target, mesh, axis, (params, args))
-    objective = Objective(Loss.of(loss), weight)
-    positions = objective.batch_positions([params, *args])
+    loss = Objective.of(loss, weight).loss
+    positions = batch_positions(loss, [params, *args])
     rows = tuple(i + 1 in positions for i in range(len(args)))
 
     def placed(path: Any, x: Array, first: str | None = None) -> jax.ShapeDtypeStruct:
@@ -133,7 +133,7 @@ def problem_of(
     ]
     params = jax.tree_util.tree_map_with_path(placed, params)
     here = target.figures is None or target.here
-    return Problem(objective.loss, weight, optimizer, params, tuple(specs), rows, k, mesh, axis, here)
+    return Problem(loss, weight, optimizer, params, tuple(specs), rows, k, mesh, axis, here)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

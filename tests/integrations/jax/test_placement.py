@@ -1,4 +1,4 @@
-"""A step compiles only once when the parameters are committed to a mesh or a device."""
+"""A step compiles only once: its results have the devices and dtypes of its arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.integrations.jax import train_step, value_and_grad
 from gradcombine.integrations.optax import MultiSteps, accumulate, skip_not_finite
+from tests.integrations.jax.replicas import mesh
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
@@ -25,13 +26,9 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.mean(params["w"][None] * x)
 
 
-def on_a_mesh(spec: Any) -> Any:
-    return NamedSharding(jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]), spec)
-
-
 PLACES: dict[str, Callable[[], Any]] = {
-    "mesh": lambda: on_a_mesh(P()),
-    "split over a mesh": lambda: on_a_mesh(P("d")),
+    "mesh": lambda: NamedSharding(mesh(2), P()),
+    "split over a mesh": lambda: NamedSharding(mesh(2), P("d")),
     "device": lambda: SingleDeviceSharding(jax.devices()[1]),
 }
 
@@ -51,12 +48,12 @@ def of_transformation(tx: Any, params: Any) -> tuple[Any, Any, Any]:
     return step, params, tx.init(params)
 
 
-FORMS: dict[str, Callable[[Any], Any]] = {
-    "train_step every": lambda params: of_step(train_step(loss, ADAM, every=2), params),
-    "train_step microbatches": lambda params: of_step(train_step(loss, ADAM, microbatches=2), params),
-    "accumulate": lambda params: of_transformation(accumulate(ADAM, 2, skip=skip_not_finite()), params),
-    "MultiSteps": lambda params: of_transformation(MultiSteps(ADAM, 2), params),
-    "MultiSteps compat": lambda params: of_transformation(MultiSteps(ADAM, 2, compat=True), params),
+FORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "train_step every": lambda tx, params: of_step(train_step(loss, tx, every=2), params),
+    "train_step microbatches": lambda tx, params: of_step(train_step(loss, tx, microbatches=2), params),
+    "accumulate": lambda tx, params: of_transformation(accumulate(tx, 2, skip=skip_not_finite()), params),
+    "MultiSteps": lambda tx, params: of_transformation(MultiSteps(tx, 2), params),
+    "MultiSteps compat": lambda tx, params: of_transformation(MultiSteps(tx, 2, compat=True), params),
 }
 
 
@@ -69,7 +66,7 @@ QUICK = [
 @pytest.mark.parametrize(("form", "place"), cases(QUICK, FORMS, PLACES))
 def test_a_step_compiles_once(form: str, place: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
-        step, params, state = FORMS[form](jax.device_put({"w": np.ones(8, np.float32)}, PLACES[place]()))
+        step, params, state = FORMS[form](ADAM, jax.device_put({"w": np.ones(8, np.float32)}, PLACES[place]()))
         devices = params["w"].sharding.device_set
         assert all(x.committed and x.sharding.device_set == devices for x in jax.tree.leaves(state))
         for _ in range(3):
@@ -80,3 +77,18 @@ def test_a_step_compiles_once(form: str, place: str) -> None:
 def test_parameters_without_a_place_leave_the_state_without_one() -> None:
     state = train_step(loss, ADAM, every=2).init({"w": jnp.ones(8)})
     assert not any(x.committed for x in jax.tree.leaves(state))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_that_the_optimizer_promotes_keeps_its_dtype(form: str) -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state * np.float32(1.5)
+
+    promoting = optax.GradientTransformation(lambda params: jnp.ones((), jnp.bfloat16), update)
+    step, params, state = FORMS[form](promoting, {"w": jnp.ones(8)})
+    for _ in range(2):
+        params, state, _ = step(params, state, BATCH)
+    (kept,) = [x for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16]
+    assert kept == (1.5**2 if "microbatches" in form else 1.5)
+    assert step._cache_size() == 1
