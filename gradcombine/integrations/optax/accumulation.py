@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +15,9 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import GradCombineError, invalid, operation, require_given, require_type, within
+from gradcombine.errors import invalid, operation, require_given, require_type, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying, unbound
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
@@ -223,24 +222,20 @@ class Accumulation:
         reduction = gc.reductions.mean() if reduction is None else reduction
         self.window = ReplicatedWindow(reduction, every, gc.LOCAL if over is None else over, order, max_every)
         check(skip=skip)
-        require_transformation(inner)
-        self.inner = optax.with_extra_args_support(inner)
-        self._skip, self._applies = skip, applies
+        self._inner, self._skip, self._applies = require_transformation(inner), skip, applies
 
     def init(self, params: optax.Params) -> AccumulateUpdatesState:
         params = as_arrays(params)
         like, terms = gradients_like(params), self._terms
-        window = jax.tree.map(
-            jnp.asarray, init_for(lambda like: self.window.init(like if terms is None else terms.like(like)), like)
-        )
+        window = init_for(lambda like: self.window.init(like if terms is None else terms.like(like)), like)
+        window = jax.tree.map(jnp.asarray, window)
         skipped: Tree = ()
         if self._skip is not None:
             updates = like if terms is None else dict.fromkeys(terms.denominators, like)
             skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
-        # Outside the mapped function the axis is not bound, and there is nothing to mark.
-        with contextlib.suppress(GradCombineError):
+        if unbound(self.window.over) is None:
             window, skipped = self.window.mark_varying(window), self._varying(skipped)
-        state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
+        state = AccumulateUpdatesState(window, self._inner.init(params), jnp.asarray(False), skipped)
         return place_beside(like, state)
 
     def update(
@@ -261,7 +256,7 @@ class Accumulation:
 
         def transform(kept: tuple[Tree, Tree], gradients: Tree) -> tuple[tuple[Tree, Tree], Tree]:
             inner_state, inner_params = kept[0], cast(Any, kept[1] if self._applies else params)
-            result, new = self.inner.update(cast_as(gradients, dtypes), inner_state, inner_params, **extra_args)
+            result, new = self._inner.update(cast_as(gradients, dtypes), inner_state, inner_params, **extra_args)
             new = keep_dtypes(new, inner_state)
             return ((new, optax.apply_updates(inner_params, result)), ()) if self._applies else ((new, ()), result)
 
@@ -298,17 +293,20 @@ class Accumulation:
         left_out: Scalar = False
         detail: Tree = ()
         if self._skip is not None:
-            index, _ = self.window.next(state.window)
-            left_out, detail = decide(self._skip, updates, index, params)
+            left_out, detail = decide(self._skip, updates, self.window.next(state.window)[0], params)
         flush, left_out = self.window.agreed([require_flag("flush", flush), left_out])
         window = self.window.contribute(state.window, contribution, weight, skipped=left_out, number=number)
-        skipped = self._varying(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
-        in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
+        skipped: Tree = ()
+        in_a_row = None
+        if self._skip is not None:
+            in_a_row = jnp.where(left_out, state.skip.in_a_row + 1, 0)
+            count = jnp.where(left_out, state.skip.skipped + 1, state.skip.skipped)
+            skipped = self._varying(SkipState(count, in_a_row, detail))
         window, due = self.window.due(window, flush=flush, skipped_in_a_row=in_a_row)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
     def _varying(self, skipped: Tree) -> Tree:
-        return skipped._replace(detail=mark_varying(self.window.over, skipped.detail)) if self._skip is not None else ()
+        return skipped and skipped._replace(detail=mark_varying(self.window.over, skipped.detail))
 
     def _require_state(self, state: object) -> AccumulateUpdatesState:
         """Returns the state; raises if another transformation made it."""
@@ -322,8 +320,3 @@ class Accumulation:
             require_count(getattr(state.window, name), f".window.{name}")
         tree.flatten(state)  # raises for leaves that are not arrays
         return state
-
-
-def _counted(state: SkipState, left_out: Scalar, detail: Tree) -> SkipState:
-    skipped = jnp.where(left_out, state.skipped + 1, state.skipped)
-    return SkipState(skipped, jnp.where(left_out, state.in_a_row + 1, 0), detail)

@@ -137,24 +137,26 @@ def map_replicas(
     return mapped
 
 
+LOCAL_FIELDS = {AccumulateState: "levels", SkipState: "detail"}
+"""The field of a state that differs between replicas, by the state's type."""
+
+
 def _split_states(values: Tree) -> tuple[Tree, list[Tree]]:
     """Separates the fields of states that differ between replicas from values that are the same on all."""
     nodes, structure = jax.tree.flatten(values, is_leaf=_is_state)
-    local = [getattr(node, _local_field(node)) if _is_state(node) else None for node in nodes]
-    shared = [node._replace(**{_local_field(node): None}) if _is_state(node) else node for node in nodes]
-    return jax.tree.unflatten(structure, shared), local
+    local = [getattr(node, LOCAL_FIELDS[type(node)]) if _is_state(node) else None for node in nodes]
+    return jax.tree.unflatten(structure, _with_local(nodes, [None] * len(nodes))), local
 
 
 def _join_states(shared: Tree, local: list[Tree]) -> Tree:
     nodes, structure = jax.tree.flatten(shared, is_leaf=_is_state)
+    return jax.tree.unflatten(structure, _with_local(nodes, local))
+
+
+def _with_local(nodes: list[Tree], local: list[Tree]) -> list[Tree]:
     pairs = zip(nodes, local, strict=True)
-    joined = [node._replace(**{_local_field(node): x}) if _is_state(node) else node for node, x in pairs]
-    return jax.tree.unflatten(structure, joined)
+    return [node._replace(**{LOCAL_FIELDS[type(node)]: x}) if _is_state(node) else node for node, x in pairs]
 
 
 def _is_state(node: Tree) -> bool:
-    return isinstance(node, (AccumulateState, SkipState))
-
-
-def _local_field(node: AccumulateState | SkipState) -> str:
-    return "levels" if isinstance(node, AccumulateState) else "detail"
+    return type(node) in LOCAL_FIELDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +106,8 @@ class MultiSteps:
         compat: bool = False,
     ) -> None:
         check(should_skip_update_fn=should_skip_update_fn)
-        require_transformation(opt)
+        self._opt = require_transformation(opt)
         self._ready = gc.accumulate(gc.reductions.sum(), valid("every", every_k_schedule)).ready
-        self._opt = optax.with_extra_args_support(opt)
         self._skip = should_skip_update_fn
         self._compat = compat = valid("compat", compat)
         self._use_grad_mean = use_grad_mean = valid("use_grad_mean", use_grad_mean)
@@ -163,15 +162,15 @@ class MultiSteps:
             emit = emit & ~skip
         window, acc_grads = self._rule.add(updates, state.acc_grads, mini_step, emit)
 
+        old = state.inner_opt_state
+
         # The conditional only reads the window: a buffer that passes through a conditional is copied.
         def apply() -> tuple[optax.Updates, Tree]:
-            def transform(gradients: Tree) -> tuple[Tree, Tree]:
-                return self._opt.update(gradients, state.inner_opt_state, params=params, **extra_args)
-
-            return self._rule.boundary(window, updates, state.inner_opt_state, emit, transform)
+            gradients = self._rule.combined(window, updates)
+            return self._rule.applied(*self._opt.update(gradients, old, params=params, **extra_args), old, emit)
 
         def wait() -> tuple[optax.Updates, Tree]:
-            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner_opt_state
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), old
 
         result, inner = jax.lax.cond(emit, apply, wait)
         next_mini_step = jnp.where(emit, 0, mini_step + 1)
@@ -240,10 +239,6 @@ def _skip_flag(skip_state: Tree) -> Array | None:
     return flag if getattr(flag, "dtype", None) == np.bool_ else None
 
 
-Transform: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
-"""Runs the inner transformation on combined gradients; returns its updates and next state."""
-
-
 class Sums:
     """Running sums, divided once: a reduction of this library, with its accumulators as ``acc_grads``."""
 
@@ -258,7 +253,7 @@ class Sums:
         """Adds the gradients of microbatch ``mini_step``, from 0; ``emit``: whether it is the last of its window.
 
         Returns:
-          The argument ``window`` of `boundary`, and the new ``acc_grads``.
+          The argument ``window`` of `combined`, and the new ``acc_grads``.
         """
         del emit
         window = self._restored(grads, accumulators, mini_step)
@@ -267,15 +262,14 @@ class Sums:
         window = self._reduction.update(window, grads)
         return window, window.value
 
-    def boundary(self, window: Any, grads: Tree, inner: Tree, emit: Array, transform: Transform) -> tuple[Tree, Tree]:
-        """Runs the transformation on the combined gradients, in the dtypes of ``grads``; called in a conditional.
+    def combined(self, window: Any, grads: Tree) -> Tree:
+        """The combined gradients in the dtypes of ``grads``, the last ones of the window."""
+        return cast_as(self._reduction.finalize(window), grads)
 
-        Returns:
-          Its updates, and its next state in the dtypes of ``inner``, its old state.
-        """
+    def applied(self, updates: Tree, new: Tree, old: Tree, emit: Array) -> tuple[Tree, Tree]:
+        """The updates of the transformation, and its new state in the dtypes of the old one; ``emit`` is true."""
         del emit
-        updates, state = transform(cast_as(self._reduction.finalize(window), grads))
-        return updates, keep_dtypes(state, inner)
+        return updates, keep_dtypes(new, old)
 
     def _restored(self, grads: Tree, accumulators: Tree, mini_step: Array) -> State:
         def present(g: Leaf, acc: Leaf) -> Tree:
@@ -311,12 +305,13 @@ class OptaxOrder:
         with translate_errors(_MATCHING):
             return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
-    def boundary(self, window: Any, grads: Tree, inner: Tree, emit: Array, transform: Transform) -> tuple[Tree, Tree]:
-        combined = _combined(grads, *window, mean=self._mean)
-        updates, state = transform(optax.tree.cast_like(combined, grads))
+    def combined(self, window: Any, grads: Tree) -> Tree:
+        return optax.tree.cast_like(_combined(grads, *window, mean=self._mean), grads)
+
+    def applied(self, updates: Tree, new: Tree, old: Tree, emit: Array) -> tuple[Tree, Tree]:
         # ``emit`` is true in this branch, but the compiler does not know, and fuses as in optax.
         with translate_errors(STABLE_STATE):
-            state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), inner, state)
+            state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), old, new)
         return jax.tree.map(lambda x: emit.astype(x.dtype) * x, updates), state
 
 

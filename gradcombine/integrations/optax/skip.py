@@ -14,7 +14,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load, require_scalar
 from gradcombine.errors import invalid, operation, require_tuple, shown, translate_errors, within
 from gradcombine.reductions import dtypes
-from gradcombine.types import Array, DType, Scalar, Tree
+from gradcombine.types import Array, Scalar, Tree
 
 Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Tree]]
 """``skip(updates, gradient_step, params) -> (left_out, detail)``, as in optax.MultiSteps: ``left_out`` is a boolean
@@ -102,9 +102,9 @@ def skip_large(max_norm: Scalar) -> Skip:
     @operation("skip_large")
     def skip(updates: Tree, gradient_step: Scalar, params: Tree = None) -> tuple[Array, Tree]:
         del params
-        bound = max_norm(gradient_step) if callable(max_norm) else max_norm
-        norm = jnp.sqrt(_norm_squared(updates))
-        left_out = ~(norm <= _bound(bound, norm.dtype))
+        bound, norm = max_norm(gradient_step) if callable(max_norm) else max_norm, jnp.sqrt(_norm_squared(updates))
+        with translate_errors("a norm that is a number", received=lambda: shown(bound)):
+            left_out = ~(norm <= jnp.asarray(bound, norm.dtype).reshape(()))
         return left_out, {"should_skip": left_out, "norm": norm}
 
     return skip
@@ -141,12 +141,8 @@ def _gradients(updates: Tree) -> list[Array]:
     return gradients
 
 
-def _bound(value: Scalar, dtype: DType) -> Array:
-    with translate_errors("a norm that is a number", received=lambda: shown(value)):
-        return jnp.asarray(value, dtype).reshape(())
-
-
 def _norm_squared(updates: Tree) -> Array:
+    """The squared norm in float32, in float64 if any leaf is."""
     squares = [jnp.sum(_square(leaf)) for leaf in _gradients(updates)]
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in squares) else jnp.float32
     return jnp.sum(jnp.stack([x.astype(dtype) for x in squares])) if squares else jnp.zeros((), dtype)
