@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -19,17 +18,12 @@ from gradcombine import losses, reductions
 from gradcombine.integrations.jax import Loss, LossOutput, request_step, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate
 from gradcombine.verify.compare.ulp import equal_bits
+from tests.integrations.jax.replicas import mesh
 
-pytestmark = pytest.mark.needs("jax", "optax", "flax", "equinox")
+pytestmark = [pytest.mark.needs("jax", "optax", "flax", "equinox"), pytest.mark.usefixtures("standard_promotion")]
 
 RNG = np.random.default_rng(0)
 X, MASK = RNG.normal(size=(16, 3)).astype(np.float32), (RNG.random(16) < 0.6).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def _promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 class Linear(nnx.Module):
@@ -241,9 +235,8 @@ def test_requests_take_modules() -> None:
 
 
 def test_over_replicas() -> None:
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     one, many = WithState(nnx.Rngs(0)), WithState(nnx.Rngs(0))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh(4, "data")):
         nnx.jit(value_and_grad(lambda m, x: m(x).sum(), 2, over=gc.jax_axis("data")))(many, X)
     value_and_grad(lambda m, x: m(x).sum(), 8)(one, X)
     statistics = [[x.norm.mean[...], x.norm.var[...]] for x in (many, one)]

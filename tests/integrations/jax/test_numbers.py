@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,10 +31,8 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def require_all(values: Any, like: Any, expected: float) -> None:
-    assert jax.tree.structure(values) == jax.tree.structure(like)
-    for value, x in zip(jax.tree.leaves(values), jax.tree.leaves(like), strict=True):
-        assert (value.dtype, value.shape) == (np.float32, np.shape(x))
-        assert (value == expected).all()
+    wanted = jax.tree.map(lambda x: np.full(np.shape(x), expected, np.float32), like)
+    chex.assert_trees_all_equal(values, wanted, strict=True)
 
 
 FORMS = ("every", "microbatches")

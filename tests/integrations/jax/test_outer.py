@@ -17,6 +17,7 @@ import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.integrations.jax import outer
 from tests.integrations.islands import EVERY, FRAGMENTS, SHAPES, STEPS, moves, ruled, seen_by, start
+from tests.integrations.jax.replicas import mesh
 
 AXIS = "island"
 OVER = gc.jax_axis(AXIS)
@@ -40,14 +41,14 @@ def simulated(islands: Any, added: Any, weights: Any) -> Any:
 
 def sharded(islands: Any, added: Any, weights: Any, kind: AxisType, check_vma: bool) -> Any:
     n = len(weights)
-    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:n])
+    on = mesh(n, AXIS, kind)
 
     def island(added: Any, weights: Any) -> Any:
         own, given = jax.tree.map(lambda x: x[0], (added, weights))
         return jax.tree.map(lambda x: x[None], train(islands, start(), own, given))
 
-    mapped = jax.shard_map(island, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
-    return jax.jit(mapped)(*jax.device_put((added, weights), NamedSharding(mesh, P(AXIS))))
+    mapped = jax.shard_map(island, mesh=on, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
+    return jax.jit(mapped)(*jax.device_put((added, weights), NamedSharding(on, P(AXIS))))
 
 
 def nesterov(**settings: Any) -> Any:

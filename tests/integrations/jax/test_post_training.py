@@ -5,7 +5,6 @@ Five terms over four denominators: the tokens that a filter on the policy keeps,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -15,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import losses, reductions
 from gradcombine.integrations.jax import Loss, LossOutput, request_step, train_step, value_and_grad, zero
 from gradcombine.reductions import Ratio
+from tests.integrations.jax.replicas import mesh
 
-pytestmark = pytest.mark.needs("jax", "optax")
+pytestmark = [pytest.mark.needs("jax", "optax"), pytest.mark.usefixtures("standard_promotion")]
 
 ROWS, T, WIDTH, ACTIONS = 16, 9, 5, 3
 RNG = np.random.default_rng(0)
@@ -46,12 +46,6 @@ OVER = {
     "kl": "sequences",
     "balance": "microbatches",
 }
-
-
-@pytest.fixture(autouse=True)
-def _promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def per_token(params: Any, batch: Any) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
@@ -164,10 +158,10 @@ def test_over_calls(k: int) -> None:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_over_replicas(k: int) -> None:
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+    on = mesh(4, "data", AxisType.Explicit)
+    batch = jax.device_put(BATCH, NamedSharding(on, P("data")))
     step = train_step(objective(grad_norm=True), optax.sgd(1.0), microbatches=k, over=gc.jax_axis("data"))
-    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, NamedSharding(on, P()))
     params, _, metrics = step(params, step.init(params), batch)
     close(taken(params), truth(4 * k)["grads"])
     as_expected(metrics, 4 * k)

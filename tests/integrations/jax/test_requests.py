@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,9 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, RequestStep, request_step, train_step
 from tests.integrations.jax import request_histories as histories
+from tests.integrations.jax.replicas import collectives, mesh
 
-pytestmark = pytest.mark.needs("jax")
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
 
 
 RNG = np.random.default_rng(0)
@@ -40,12 +34,20 @@ def loss(w: jax.Array, x: jax.Array) -> LossOutput:
     return LossOutput(jnp.mean(jnp.square(x @ w)), weight=jnp.sum(x > 0))
 
 
-def after(step: RequestStep, numbers: list[int]) -> np.ndarray:
-    """The combined gradient, read off the update of zero parameters."""
-    state = step.init({"a": np.zeros(3, np.float32)})
+def sent(step: RequestStep, state: Any, numbers: Any, *args: Any, batches: Any = BATCHES) -> Any:
+    """The state after requests for the microbatches with these numbers."""
     for n in numbers:
-        state = step.forward_backward(state, BATCHES[n], slot="a", number=n)
-    return -np.asarray(step.optim_step(state, slot="a")[0]["a"].params)
+        state = step.forward_backward(state, batches[n], *args, slot="a", number=n)
+    return state
+
+
+def applied(step: RequestStep, state: Any) -> np.ndarray:
+    return np.asarray(step.optim_step(state, slot="a")[0]["a"].params)
+
+
+def after(step: RequestStep, numbers: Any, *args: Any) -> np.ndarray:
+    """The combined gradient, read off the update of zero parameters."""
+    return -applied(step, sent(step, step.init({"a": np.zeros(3, np.float32)}), numbers, *args))
 
 
 def given(w: jax.Array, x: jax.Array) -> LossOutput:
@@ -95,11 +97,10 @@ def test_a_number_counts_once() -> None:
 def test_a_request_of_several_is_divided() -> None:
     step = request_step(given, TAKEN, microbatches=8)
     state = step.init({"a": np.zeros(3, np.float32)})
-    state = step.forward_backward(state, BATCHES[1], slot="a", number=1)
+    state = sent(step, state, [1])
     state = step.forward_backward(state, np.concatenate(BATCHES[:4]), slot="a", number=range(4))
     assert state["a"].held == {0, 1, 2, 3}
-    received = -np.asarray(step.optim_step(state, "a")[0]["a"].params)
-    np.testing.assert_array_equal(received, combined([1, 0, 2, 3]))
+    np.testing.assert_array_equal(-applied(step, state), combined([1, 0, 2, 3]))
 
 
 def test_a_request_for_a_window_that_has_ended_changes_nothing() -> None:
@@ -147,11 +148,10 @@ def test_slots_are_apart_and_share_what_is_compiled() -> None:
 
 def test_a_discarded_window_leaves_nothing() -> None:
     step = request_step(given, TAKEN, microbatches=8)
-    state = step.forward_backward(step.init({"a": np.zeros(3, np.float32)}), BATCHES[6], slot="a", number=6)
-    state = step.discard(state, "a")
+    state = step.discard(sent(step, step.init({"a": np.zeros(3, np.float32)}), [6]), "a")
     assert state["a"].held == frozenset()
-    state = step.forward_backward(state, BATCHES[0], slot="a", number=0)
-    np.testing.assert_array_equal(-np.asarray(step.optim_step(state, "a")[0]["a"].params), combined([0]))
+    state = sent(step, state, [0])
+    np.testing.assert_array_equal(-applied(step, state), combined([0]))
 
 
 def test_a_discard_that_comes_again_leaves_the_next_window() -> None:
@@ -167,13 +167,8 @@ def test_a_key_is_that_of_the_number() -> None:
         return jnp.sum(w * jnp.mean(x, 0) * jax.random.normal(key, (3,)))
 
     step = request_step(Loss(noisy, rng_argnum=2), TAKEN, microbatches=8, reduction=reductions.mean("exact"))
-    taken = []
-    for numbers in ([0, 1, 2], [2, 0, 1]):
-        state = step.init({"a": np.zeros(3, np.float32)})
-        for n in numbers:
-            state = step.forward_backward(state, BATCHES[n], jax.random.key(0), slot="a", number=n)
-        taken.append(np.asarray(step.optim_step(state, "a")[0]["a"].params))
-    np.testing.assert_array_equal(*taken)
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(after(step, [0, 1, 2], key), after(step, [2, 0, 1], key))
 
 
 def test_adapters_share_parameters_that_are_not_trained() -> None:
@@ -191,8 +186,7 @@ def test_adapters_share_parameters_that_are_not_trained() -> None:
 
 
 def on_mesh(kind: AxisType, *values: Any, spec: P | None = None) -> list[Any]:
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
-    sharding = NamedSharding(mesh, P("data") if spec is None else spec)
+    sharding = NamedSharding(mesh(4, "data", kind), P("data") if spec is None else spec)
     return [jax.device_put(x, sharding) for x in values]
 
 
@@ -210,7 +204,7 @@ def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
         v, expected, _ = whole(v, expected, x)
     node, index = state["a"].nodes[0].state, np.int32(0)
     more = step.programs.more.lower(node, state["a"].params, index, index, [batches[0]], {}).compile()
-    assert not re.search("all-(reduce|gather|to-all)|permute|scatter", more.as_text())
+    assert collectives(more) == []
     state, _ = step.optim_step(state, "a")
     np.testing.assert_array_equal(state["a"].params, whole.flush(v, expected)[0])
 
@@ -223,20 +217,15 @@ def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
     four = request_step(loss, TAKEN, microbatches=8, reduction=exact, order=order, over=gc.jax_axis("data"))
     (w,), batches = on_mesh(AxisType.Auto, W, spec=P()), on_mesh(AxisType.Auto, *BATCHES)
     expected, there = four.init({"a": w}), four.init({"a": w})
-    for n in range(6):
-        expected = four.forward_backward(expected, batches[n], slot="a", number=n)
-    for n in range(3):
-        there = four.forward_backward(there, batches[n], slot="a", number=n)
+    expected = sent(four, expected, range(6), batches=batches)
+    there = sent(four, there, range(3), batches=batches)
     four.save(tmp_path / "there.npz", there, "a")
     here = one.load(tmp_path / "there.npz", one.init({"a": W}), "a")
     assert here["a"].held == {0, 1, 2}
     one.save(tmp_path / "here.npz", here, "a")
     there = four.load(tmp_path / "here.npz", four.init({"a": w}), "a")
-    for n in range(6):
-        there = four.forward_backward(there, batches[n], slot="a", number=n)
-    np.testing.assert_array_equal(
-        four.optim_step(there, "a")[0]["a"].params, four.optim_step(expected, "a")[0]["a"].params
-    )
+    there = sent(four, there, range(6), batches=batches)
+    np.testing.assert_array_equal(applied(four, there), applied(four, expected))
 
 
 @pytest.mark.parametrize("order", histories.PRECISION)
@@ -257,37 +246,25 @@ STEP = request_step(loss, TAKEN, microbatches=4)
 TERMS = request_step(Loss(loss, terms={"fit": "rows"}), TAKEN, microbatches=4)
 
 
-def requested(state: Any, slot: str = "a", **options: Any) -> Any:
-    return STEP.forward_backward(state, BATCHES[0], slot=slot, **options)
+def requested(state: Any, number: Any, slot: str = "a", **options: Any) -> Any:
+    return STEP.forward_backward(state, BATCHES[0], slot=slot, number=number, **options)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "another slot": (
-        lambda s: STEP.forward_backward(s, BATCHES[0], slot="b", number=0),
-        "a slot of ['a'], received 'b'",
-    ),
+    "another slot": (lambda s: requested(s, 0, "b"), "a slot of ['a'], received 'b'"),
     "a list as a slot": (lambda s: STEP.discard(s, ["a"]), "a slot of ['a'], received ['a']"),
     "a late discard": (lambda s: STEP.discard(s, "a", window=1), "the window 0, or one that has ended"),
     "no example of terms": (
         lambda s: TERMS.load("x.npz", TERMS.init({"a": W}), "a"),
         "an example of the arguments, for a loss with aux or terms",
     ),
-    "a number beyond": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=4), "from 0 to 3, received 4"),
-    "a negative number": (
-        lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=-1),
-        "from 0 to 3, received -1",
-    ),
-    "a bool": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=True), "from 0 to 3, received True"),
-    "one twice": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[1, 1]), "each microbatch once"),
-    "no number": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[]), "each microbatch once"),
-    "rows": (
-        lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[0, 1, 2]),
-        "that is divisible by 3 microbatches",
-    ),
-    "a later window": (
-        lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=0, window=1),
-        "the window 0, or one",
-    ),
+    "a number beyond": (lambda s: requested(s, 4), "from 0 to 3, received 4"),
+    "a negative number": (lambda s: requested(s, -1), "from 0 to 3, received -1"),
+    "a bool": (lambda s: requested(s, True), "from 0 to 3, received True"),
+    "one twice": (lambda s: requested(s, [1, 1]), "each microbatch once"),
+    "no number": (lambda s: requested(s, []), "each microbatch once"),
+    "rows": (lambda s: requested(s, [0, 1, 2]), "that is divisible by 3 microbatches"),
+    "a later window": (lambda s: requested(s, 0, window=1), "the window 0, or one"),
     "an empty slot": (lambda s: STEP.optim_step(s, "a"), "a slot that holds microbatches, received an empty one"),
     "nothing to save": (lambda s: STEP.save("x.npz", s, "a"), "a slot that holds microbatches"),
     "a slot again": (lambda s: STEP.add(s, "a", W), "a slot that does not exist"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.integrations.jax.replicas import collectives
 from tests.spec.selection import cases
 
 SPECS = {"rows": P("data"), "columns": P(None, "model"), "both": P("data", "model"), "whole": P()}
@@ -71,12 +71,6 @@ def test_explicit_axes_carry_the_sharding_through_jit() -> None:
         state = jax.jit(acc.init)(like)
         placed(state, like)
         placed(jax.jit(acc.update)(like, state), like)
-
-
-def collectives(compiled: Any) -> list[str]:
-    """The collectives of a compiled program, sorted by name."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    return sorted(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify, sparse
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
@@ -17,6 +16,7 @@ from gradcombine.integrations.jax.bcoo import from_bcoo, to_bcoo, value_and_row_
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
 from gradcombine.tree import static_rows
+from tests.integrations.jax.replicas import mesh
 
 ROWS, WIDTH = 10, 3
 
@@ -144,14 +144,13 @@ def test_no_array_of_the_size_of_the_table_is_made() -> None:
 @pytest.mark.full
 def test_replicas_under_check_vma() -> None:
     """The table is replicated; the gradients of its rows vary over the replicas."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def body(batch_ids: Any, targets: Any) -> Any:
         varying = jax.lax.pcast(PARAMS, "data", to="varying")
         contribution = _contribution(batch_ids[0], targets[0], varying)
         return gc.all_reduce(REDUCTION, contribution, over=gc.jax_axis("data"))
 
-    _check(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P()))(BATCH_IDS, TARGETS))
+    _check(jax.jit(jax.shard_map(body, mesh=mesh(4, "data"), in_specs=P("data"), out_specs=P()))(BATCH_IDS, TARGETS))
 
 
 def test_a_row_too_many_reaches_checkify() -> None:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, train_step, value_and_grad
 from gradcombine.verify.compare.ulp import equal_bits
+from tests.integrations.jax.replicas import collectives, mesh
 from tests.spec.selection import FULL, cases
 
 pytestmark = pytest.mark.needs("jax", "optax")
@@ -70,11 +70,6 @@ def expected(k: int, x: Any, mask: Any, chosen: Any, replicas: int) -> tuple[dic
     return values, {"w": np.array(w), "b": 1 - c / sequences}
 
 
-def on_mesh(replicas: int) -> Any:
-    devices = jax.devices()[:replicas]
-    return jax.set_mesh(jax.make_mesh((replicas,), ("data",), axis_types=(AxisType.Auto,), devices=devices))
-
-
 def totals_of(k: int, replicas: int, mask: Any, chosen: Any) -> dict[str, Any]:
     return {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": k * replicas}
 
@@ -92,7 +87,7 @@ def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
     over = gc.jax_axis("data") if replicas > 1 else gc.LOCAL
     function = jax.jit(value_and_grad(Loss(loss, terms=TERMS, totals=totals), k, over=over))
     given = {"totals": totals_of(-(-ROWS // -(-ROWS // k)), replicas, *batch[1:])} if totals == "given" else {}
-    with on_mesh(replicas):
+    with jax.set_mesh(mesh(replicas, "data")):
         output, received = function(PARAMS, *batch, **given)
     # All sums are exact; the quotients too, if the number of microbatches is a power of two.
     same = np.testing.assert_array_equal if k != 3 else partial(np.testing.assert_allclose, rtol=1e-6)
@@ -133,40 +128,31 @@ REDUCTIONS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "turned"), [(name, i % 2) for i, name in enumerate(REDUCTIONS)])
-def test_both_ways_and_both_doors_agree(name: str, turned: bool) -> None:
-    """One order runs without totals, the other with them."""
-    orders = ("tree", "sequential") if turned else ("sequential", "tree")
+@pytest.mark.parametrize("orders", [("sequential", "tree"), ("tree", "sequential")], ids=str)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_both_ways_and_both_doors_agree(name: str, orders: Any) -> None:
+    """The first order runs without totals, the second with them."""
     x, mask, chosen = batch = uneven()
     given = {"totals": {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": 3}}
-    grads = {}
+    grads = []
     for totals, reduction, order in zip((None, "given"), REDUCTIONS[name], orders, strict=True):
         settings, of_loss = {"reduction": reduction, "order": order}, Loss(masked, terms=TERMS, totals=totals)
         kwargs = given if totals else {}
-        _, grads[totals] = jax.jit(value_and_grad(of_loss, 4, **settings))(PARAMS, *batch, **kwargs)
+        grads.append(jax.jit(value_and_grad(of_loss, 4, **settings))(PARAMS, *batch, **kwargs)[1])
         step = train_step(of_loss, optax.sgd(1.0), every=4, **settings)
-        params, parts = (
-            {"w": jnp.zeros(3), "b": jnp.zeros(()), "frozen": None},
-            [a.reshape(4, 2, *a.shape[1:]) for a in batch],
-        )
-        state = step.init(params, *(a[0] for a in parts), **kwargs)
-        shifted = {"w": params["w"] + PARAMS["w"], "b": params["b"] + PARAMS["b"], "frozen": None}
-        for i in range(4):
-            moved = jax.tree.map(jnp.copy, shifted)
-            params, state, metrics = step(moved, state, *(a[i] for a in parts), **kwargs)
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        state = step.init(params, *(a[:2] for a in batch), **kwargs)
+        for i in range(0, 8, 2):
+            params, state, metrics = step(params, state, *(a[i : i + 2] for a in batch), **kwargs)
         assert bool(metrics.applied)
         assert float(metrics.weight["tokens"]) == mask.sum()
-        moved = {key: shifted[key] - grads[totals][key] for key in ("w", "b")}
-        np.testing.assert_allclose(params["w"], moved["w"], rtol=3e-7)
-        np.testing.assert_allclose(params["b"], moved["b"], rtol=3e-7)
-    np.testing.assert_allclose(grads[None]["w"], grads["given"]["w"], rtol=1e-6)
-    x = np.where(np.isfinite(x), x, 0)
-    tokens, sequences = (
-        (x * mask).astype(np.float64).sum() / mask.sum(),
-        (x[:, 0] * chosen).astype(np.float64).sum() / 3,
-    )
-    top = np.mean([x[i : i + 2].max().astype(np.float64) for i in (0, 2, 4)])
-    np.testing.assert_allclose(np.asarray(grads[None]["w"])[[0, 2]], [tokens + 3 * top, sequences + 2 * top], rtol=1e-6)
+        for key in ("w", "b"):
+            np.testing.assert_allclose(params[key], PARAMS[key] - grads[-1][key], rtol=3e-7)
+    np.testing.assert_allclose(grads[0]["w"], grads[1]["w"], rtol=1e-6)
+    x = np.where(np.isfinite(x), x, 0).astype(np.float64)
+    top = np.mean([x[i : i + 2].max() for i in (0, 2, 4)])
+    exact = [(x * mask).sum() / mask.sum() + 3 * top, (x[:, 0] * chosen).sum() / 3 + 2 * top]
+    np.testing.assert_allclose(np.asarray(grads[0]["w"])[[0, 2]], exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize("totals", [None, pytest.param("counted", marks=FULL)])
@@ -253,22 +239,19 @@ def test_a_flush_divides_what_is_there() -> None:
     assert float(metrics.weight["microbatches"]) == 4
 
 
-def collectives(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    text = jax.jit(function).lower(*args).compile().as_text()
-    return {name: text.count(f" {name}(") for name in ("all-reduce", "all-gather", "reduce-scatter")}
-
-
 @pytest.mark.parametrize("totals", [pytest.param(None, marks=FULL), "counted"])
 def test_known_totals_are_one_exchange_more(totals: Any) -> None:
     def one(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
         return LossOutput(loss(params, x, mask, chosen).value["ce"] / mask.sum(), mask.sum())
 
     over, batch = gc.jax_axis("data"), data(2)
-    with on_mesh(2):
-        single = collectives(value_and_grad(one, 4, over=over), PARAMS, *batch)
-        several = collectives(value_and_grad(Loss(loss, terms=TERMS, totals=totals), 4, over=over), PARAMS, *batch)
-    assert single == {"all-reduce": 1, "all-gather": 0, "reduce-scatter": 0}
-    assert several == single | {"all-reduce": 1 if totals is None else 2}
+    with jax.set_mesh(mesh(2, "data")):
+        single, several = (
+            collectives(jax.jit(value_and_grad(function, 4, over=over)).lower(PARAMS, *batch).compile())
+            for function in (one, Loss(loss, terms=TERMS, totals=totals))
+        )
+    assert single == ["all-reduce"]
+    assert several == ["all-reduce"] * (1 if totals is None else 2)
 
 
 def returning(value: Any, weight: Any = None) -> Callable[..., Any]:
@@ -361,7 +344,7 @@ def test_bits_do_not_depend_on_division() -> None:
         return jax.jit(value_and_grad(Loss(of_rows, terms=terms), k, order="tree"))(PARAMS, x, mask, chosen)[1]["w"]
 
     assert np.isfinite(gradient(8)).all()
-    with on_mesh(4):
+    with jax.set_mesh(mesh(4, "data")):
         sharded = jax.jit(value_and_grad(Loss(of_rows, terms=terms), 2, order="tree", over=gc.jax_axis("data")))
         assert equal_bits(sharded(PARAMS, x, mask, chosen)[1]["w"], gradient(8))
 

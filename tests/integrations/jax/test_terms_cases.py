@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
+from tests.integrations.jax.replicas import mesh
 
 pytestmark = [pytest.mark.needs("jax"), pytest.mark.full]
 
@@ -100,8 +100,7 @@ def test_as_in_one_piece(name: str, totals: Any, replicas: int) -> None:
     parts = [(WORDS_OF[i : i + size], REAL[i : i + size]) for i in range(0, 16, size)]
     value, grads, wrong = in_one_piece(loss, terms, parts)
     over = gc.jax_axis("data") if replicas > 1 else gc.LOCAL
-    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh(replicas, "data")):
         function = jax.jit(value_and_grad(Loss(loss, terms=terms, totals=totals), k, over=over))
         output, received = function(PARAMS, WORDS_OF.astype(np.int32), REAL)
     assert distance(received, grads) < 2e-5
@@ -121,13 +120,12 @@ def test_context_parallel_token_counts(totals: Any) -> None:
 
     terms = {"ce": "tokens", "z": "tokens"}
     words, targets, real = WORDS_OF[:, :8].astype(np.int32), WORDS_OF[:, 1:9].astype(np.int32), REAL[:, 1:9]
-    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split, over = P(None, "context"), gc.jax_axis("context")
 
     def one(params: Any, *batch: Any) -> Any:
         return value_and_grad(Loss(loss, terms=terms, totals=totals), 8, over=over)(params, *batch)
 
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=(P(), split, split, split), out_specs=P())
+    mapped = jax.shard_map(one, mesh=mesh(4, "context"), in_specs=(P(), split, split, split), out_specs=P())
     output, received = jax.jit(mapped)(PARAMS, words, targets, real)
     with jax.enable_x64(True):
         wide = {name: jnp.float64(x) for name, x in PARAMS.items()}

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate, all_reduce, map_replicas
+from tests.integrations.jax.replicas import mesh
 
 OVER, N, SHAPE = gc.jax_axis("data"), 2, (40, 50)
 THROUGH = gc.reductions.mean(wire=gc.wires.cast("bfloat16"))
@@ -54,11 +55,11 @@ WINDOWS: dict[str, Callable[[gc.Reduction], Step]] = {
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_is_rounded_once(name: str) -> None:
-    mesh = jax.make_mesh((N,), ("data",), (AxisType.Auto,), devices=jax.devices()[:N])
-    x = jax.device_put(np.repeat(np.float32([257, 1]), 4), NamedSharding(mesh, P("data")))
+    on = mesh(N, "data")
+    x = jax.device_put(np.repeat(np.float32([257, 1]), 4), NamedSharding(on, P("data")))
     for reduction, expected in ((THROUGH, ROUNDED), (gc.reductions.mean(), EXACT)):
-        with jax.set_mesh(mesh):
-            w = jax.device_put(jnp.zeros(SHAPE), NamedSharding(mesh, P()))
+        with jax.set_mesh(on):
+            w = jax.device_put(jnp.zeros(SHAPE), NamedSharding(on, P()))
             init, step, calls = WINDOWS[name](reduction)
             state = init(w)
             for _ in range(calls):

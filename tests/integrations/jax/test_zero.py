@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import train_step, value_and_grad, zero
+from tests.integrations.jax.replicas import AXIS, MODES, N, by_vmap, mesh
 
-N, K = 4, 3
-OVER = gc.jax_axis("data")
+K = 3
 LIKE = {
     "w": jax.ShapeDtypeStruct((3, 5), jnp.float32),
     "half": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
@@ -37,100 +37,77 @@ TOKENS = np.float32([[1, 3, 0], [2, 2, 4], [0, 5, 3], [4, 4, 4]])
 """32 in total, so that every sum and quotient is exact."""
 
 
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
-
-
-def mapped(way: str, program: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps ``program`` over the replicas; its results are replicated."""
-    if way == "pmap":
-        return lambda *data: jax.tree.map(lambda x: x[-1], jax.pmap(program, axis_name="data")(*data))
-    if way == "vmap":
-        return lambda *data: jax.tree.map(lambda x: x[-1], jax.jit(jax.vmap(program, axis_name="data"))(*data))
-
-    def one(*blocks: Any) -> Any:
-        return program(*jax.tree.map(lambda x: x[0], blocks))
-
-    check_vma = way == "shard_map"
-    return jax.jit(jax.shard_map(one, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=check_vma))
-
-
-OTHER_WAYS = (pytest.param(way, marks=pytest.mark.full) for way in ("pmap", "vmap", "shard_map_unchecked"))
-WAYS = pytest.mark.parametrize("way", ["shard_map", *OTHER_WAYS])
-
-
 def window(reduction: Any) -> Callable[..., Any]:
     """A program that scans over a replica's microbatches and gathers the shards."""
-    acc = gc.accumulate(zero.scattered(reduction, OVER), every=K)
+    acc = gc.accumulate(zero.scattered(reduction, AXIS), every=K)
 
     def program(grads: Any, tokens: Any) -> Any:
         def step(state: Any, x: Any) -> Any:
             return acc.update({**x[0], "none": None}, state, x[1]), None
 
         state, _ = jax.lax.scan(step, acc.init(LIKE), (grads, tokens))
-        return zero.gather(acc.value(state), LIKE, OVER)
+        return zero.gather(acc.value(state), LIKE, AXIS)
 
     return program
 
 
-@WAYS
+@MODES
 @pytest.mark.parametrize("name", ["sum", "mean"])
-def test_gathered_shards_are_the_whole_window(way: str, name: str) -> None:
-    result = mapped(way, window(getattr(reductions, name)()))(GRADS, TOKENS)
+def test_gathered_shards_are_the_whole_window(mode: Any, name: str) -> None:
+    result = mode(window(getattr(reductions, name)()), GRADS, TOKENS)
     assert result["none"] is None
     for leaf, grads in GRADS.items():
         weights = TOKENS.reshape(N, K, *([1] * (grads.ndim - 2)))
         total = (grads.astype(np.float32) * weights).sum((0, 1))
         expected = (total if name == "sum" else total / TOKENS.sum()).astype(LIKE[leaf].dtype)
         assert result[leaf].dtype == LIKE[leaf].dtype
-        np.testing.assert_array_equal(result[leaf], expected)
+        np.testing.assert_array_equal(result[leaf], np.stack([expected] * N))
 
 
-@WAYS
-def test_a_contribution_of_weight_0_is_masked(way: str) -> None:
+@MODES
+def test_a_contribution_of_weight_0_is_masked(mode: Any) -> None:
     """The last microbatch of one replica holds NaN and has weight 0; those of the other replicas count."""
     grads = {name: x.copy() for name, x in GRADS.items()}
     for x in grads.values():
         x[0, 2] = np.nan
-    plain, masked = (mapped(way, window(reductions.mean()))(data, TOKENS) for data in (GRADS, grads))
+    plain, masked = (mode(window(reductions.mean()), data, TOKENS) for data in (GRADS, grads))
     for leaf in GRADS:
         np.testing.assert_array_equal(masked[leaf], plain[leaf])
 
 
-@WAYS
-def test_shards_are_rows_of_the_flat_leaf(way: str) -> None:
+@MODES
+def test_shards_are_rows_of_the_flat_leaf(mode: Any) -> None:
     values = {"w": np.arange(15, dtype=np.float32).reshape(3, 5), "none": None, "b": np.float32(7)}
 
     def program(rank: Any) -> Any:
-        parts = zero.shard(jax.tree.map(jnp.asarray, values), OVER)
+        parts = zero.shard(jax.tree.map(jnp.asarray, values), AXIS)
         assert parts["none"] is None
-        stacks = OVER.all_gather([parts["w"], parts["b"]])
-        return stacks, zero.gather(parts, values, OVER)
+        stacks = AXIS.all_gather([parts["w"], parts["b"]])
+        return stacks, zero.gather(parts, values, AXIS)
 
-    (w, b), whole = mapped(way, program)(np.arange(N))
-    np.testing.assert_array_equal(w, np.append(np.arange(15), 0).reshape(4, 4))
-    np.testing.assert_array_equal(b, [[7], [0], [0], [0]])
-    np.testing.assert_array_equal(whole["w"], values["w"])
-    assert whole["b"] == 7
+    (w, b), whole = mode(program, np.arange(N))
+    np.testing.assert_array_equal(w, [np.append(np.arange(15), 0).reshape(4, 4)] * N)
+    np.testing.assert_array_equal(b, [[[7], [0], [0], [0]]] * N)
+    np.testing.assert_array_equal(whole["w"], [values["w"]] * N)
+    np.testing.assert_array_equal(whole["b"], [7] * N)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
     """Windows of several replica groups (axis 'replica') are merged at the end."""
-    axes = ("replica", "data", "model")
+    axes = ("replica", "d", "model")
     devices = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
-    inner = gc.jax_axis("data")
-    reduction = zero.scattered(reductions.mean(), inner)
+    reduction = zero.scattered(reductions.mean(), AXIS)
 
     def program(w: Any, x: Any) -> Any:
-        own = jax.lax.pcast(w, ("replica", "data"), to="varying") if check_vma else w
+        own = jax.lax.pcast(w, ("replica", "d"), to="varying") if check_vma else w
         state = reduction.init(own)
         for i in range(2):
             state = reduction.update(state, jax.grad(lambda w, i=i: (x[i] @ w).sum())(own))
         state = reduction.all_merge(state, gc.jax_axis("replica"), "sequential")
-        return zero.gather(reduction.finalize(state), w, inner)
+        return zero.gather(reduction.finalize(state), w, AXIS)
 
-    specs = {"in_specs": (P(None, "model"), P(None, ("replica", "data"))), "out_specs": P(None, "model")}
+    specs = {"in_specs": (P(None, "model"), P(None, ("replica", "d"))), "out_specs": P(None, "model")}
     run = jax.jit(jax.shard_map(program, mesh=devices, check_vma=check_vma, **specs))
     x = RNG.integers(-4, 5, (2, 4, 3)).astype(np.float32)
     np.testing.assert_array_equal(run(np.ones((3, 6), np.float32), x), np.stack([x.sum((0, 1)) / 8] * 6, axis=1))
@@ -139,8 +116,8 @@ def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: zero.scattered(reductions.mean("exact"), OVER), "scattered: expected reductions.sum"),
-        (lambda: zero.scattered(reductions.max(), OVER), "scattered: expected reductions.sum"),
+        (lambda: zero.scattered(reductions.mean("exact"), AXIS), "scattered: expected reductions.sum"),
+        (lambda: zero.scattered(reductions.max(), AXIS), "scattered: expected reductions.sum"),
         (lambda: zero.scattered(reductions.mean(), gc.LOCAL), "scattered: expected a collective of gradcombine.jax"),
         (lambda: zero.shard(np.ones(2), gc.LOCAL), "shard: expected a collective of gradcombine.jax_axis"),
     ],
@@ -151,75 +128,73 @@ def test_what_cannot_be_scattered_is_refused(call: Callable[[], Any], match: str
 
 
 def test_a_window_that_is_summed_already_is_not_merged_again() -> None:
-    def program(x: Any, over: Any = OVER) -> Any:
-        reduction = zero.scattered(reductions.sum(), OVER)
+    def program(x: Any, over: Any = AXIS) -> Any:
+        reduction = zero.scattered(reductions.sum(), AXIS)
         return gc.merge_replicas(reduction, reduction.update(reduction.init(x), x), over=over).value
 
     x = np.ones((N, N), np.float32)
-    np.testing.assert_array_equal(mapped("vmap", program)(x), [N])
-    with pytest.raises(gc.GradCombineError, match=r"sum: expected all axes of jax_axis\('data'\), which updates"):
-        mapped("vmap", lambda x: program(x, gc.jax_axis(("data", "other"))))(x)
+    np.testing.assert_array_equal(by_vmap(program, x), [[N]] * N)
+    with pytest.raises(gc.GradCombineError, match=r"sum: expected all axes of jax_axis\('d'\), which updates"):
+        by_vmap(lambda x: program(x, gc.jax_axis(("d", "other"))), x)
 
 
-@pytest.mark.parametrize("over", [OVER, gc.LOCAL], ids=repr)
+@pytest.mark.parametrize("over", [AXIS, gc.LOCAL], ids=repr)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_of_microbatches_as_shards(check_vma: bool, over: Any) -> None:
     """The loss is combined over the replicas if ``over`` is."""
-    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
     function = value_and_grad(
-        lambda w, x: jnp.sum(x @ w) / len(x), 2, over=over, reduction=zero.scattered(reductions.mean(), OVER)
+        lambda w, x: jnp.sum(x @ w) / len(x), 2, over=over, reduction=zero.scattered(reductions.mean(), AXIS)
     )
 
     def body(w: Any, x: Any) -> Any:
         value, grads = function(w, x)
-        return zero.gather(grads, w, OVER), value[None]
+        return zero.gather(grads, w, AXIS), value[None]
 
-    specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P("data"))}
-    run = jax.jit(jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs))
+    specs = {"in_specs": (P(), P("d")), "out_specs": (P(), P("d"))}
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), check_vma=check_vma, **specs))
     x = RNG.integers(-4, 5, (4 * N, 5)).astype(np.float32)
     grads, values = run(jnp.ones(5), x)
     np.testing.assert_array_equal(grads, x.mean(0))
     own = x.reshape(N, 4, 5).sum(2).mean(1)
-    np.testing.assert_array_equal(values, np.full(N, own.mean()) if over is OVER else own)
+    np.testing.assert_array_equal(values, np.full(N, own.mean()) if over is AXIS else own)
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.adamw(1.0)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"every": 1}, {"every": 1, "over": OVER}], ids=str)
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"every": 1}, {"every": 1, "over": AXIS}], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_step_of_shards_asks_for_an_optimizer_that_gathers(check_vma: bool, settings: Any, optimizer: Any) -> None:
-    reduction = zero.scattered(reductions.mean(), OVER)
+    reduction = zero.scattered(reductions.mean(), AXIS)
     step = train_step(lambda w, x: jnp.mean(x @ w), optimizer, reduction=reduction, **settings)
 
     def body(w: Any, x: Any) -> Any:
         return step.function(w, step.init(w), x)[0]
 
-    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    specs = {"in_specs": (P(), P("d")), "out_specs": P()}
     with pytest.raises(gc.GradCombineError, match="train_step: expected an optimizer that gathers its updates"):
-        jax.jit(jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs))(jnp.ones(5), jnp.ones((4 * N, 5)))
+        jax.jit(jax.shard_map(body, mesh=mesh(), check_vma=check_vma, **specs))(jnp.ones(5), jnp.ones((4 * N, 5)))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda r: value_and_grad(jnp.sum, 2, reduction=r, over=gc.jax_axis("b")), r"over=jax_axis\('data'\), whose"),
+        (lambda r: value_and_grad(jnp.sum, 2, reduction=r, over=gc.jax_axis("b")), r"over=jax_axis\('d'\), whose"),
         (
             lambda r: value_and_grad(lambda w, x: jnp.sum(x @ w), 2, reduction=r)(jnp.ones(2), jnp.ones((4, 2))),
-            r"value_and_grad: expected a call inside jax\.shard_map over jax_axis\('data'\)",
+            r"value_and_grad: expected a call inside jax\.shard_map over jax_axis\('d'\)",
         ),
     ],
 )
 def test_where_shards_have_no_place(call: Any, message: str) -> None:
     with pytest.raises(gc.GradCombineError, match=message):
-        call(zero.scattered(reductions.mean(), OVER))
+        call(zero.scattered(reductions.mean(), AXIS))
 
 
 def test_a_shard_of_another_leaf_is_refused() -> None:
     def program(x: Any) -> Any:
-        return zero.gather({"w": x}, {"w": np.zeros(9, np.float32)}, OVER)
+        return zero.gather({"w": x}, {"w": np.zeros(9, np.float32)}, AXIS)
 
     with pytest.raises(gc.GradCombineError, match=r"gather: leaf \['w'\]: expected a shard of shape \(3,\)"):
-        mapped("vmap", program)(np.ones((N, 2), np.float32))
+        by_vmap(program, np.ones((N, 2), np.float32))
 
 
 SIZES = [jax.ShapeDtypeStruct((40_000,), jnp.float32), jax.ShapeDtypeStruct((1000,), jnp.float32)]
@@ -243,23 +218,23 @@ def test_costs_are_those_of_the_compiled_program(choice: str) -> None:
     reduction = reductions.mean()
     cost = zero.exchange_costs(reduction, SIZES, every=1, replicas=N)[choice]
     sharded = choice == "reduce_scatter"
-    acc = gc.accumulate(zero.scattered(reduction, OVER) if sharded else reduction, every=1)
+    acc = gc.accumulate(zero.scattered(reduction, AXIS) if sharded else reduction, every=1)
 
     def program(grads: Any) -> Any:
         state = acc.update(grads, acc.init(grads))
         if sharded:
-            return zero.gather(acc.value(state), SIZES, OVER)
-        return acc.value(gc.merge_replicas(reduction, state, over=OVER))
+            return zero.gather(acc.value(state), SIZES, AXIS)
+        return acc.value(gc.merge_replicas(reduction, state, over=AXIS))
 
     def held(grads: Any) -> Any:
         return acc.init(grads).levels[0].value
 
-    specs = {"mesh": mesh(), "in_specs": P("data"), "check_vma": False}
+    specs = {"mesh": mesh(), "in_specs": P("d"), "check_vma": False}
     stacked = [jax.ShapeDtypeStruct((N * x.shape[0],), x.dtype) for x in SIZES]
     compiled = jax.jit(jax.shard_map(program, out_specs=P(), **specs)).lower(stacked).compile()
     # Besides the gradients, the sum of weights and three digits of the count are sent, each a float32.
     assert abs(moved(compiled) - cost.sent) <= 24
-    state = jax.jit(jax.shard_map(held, out_specs=P("data"), **specs)).lower(stacked).compile()
+    state = jax.jit(jax.shard_map(held, out_specs=P("d"), **specs)).lower(stacked).compile()
     # The analysis is per device and includes the pointer table of the tuple's two buffers.
     assert 0 <= state.memory_analysis().output_size_in_bytes - cost.accumulators <= 64
 

@@ -11,9 +11,9 @@ import pytest
 import gradcombine as gc
 from gradcombine.integrations.optax import accumulate, skip_large, skip_not_finite
 from gradcombine.places.window import OVER
+from tests.integrations.jax.replicas import AXIS, GRADS, TOKENS, N
+from tests.integrations.jax.replicas import MODES as REPLICATED
 from tests.integrations.optax.test_accumulate import MODES, NEGATE, OPTAX_PROMOTES, PARAMS, SCAN, firsts, run, vectors
-from tests.integrations.optax.test_replicas import AXIS, GRADS, TOKENS, N
-from tests.integrations.optax.test_replicas import MODES as REPLICATED
 from tests.spec.selection import cases, named
 
 pytestmark = pytest.mark.needs("jax")
