@@ -108,9 +108,7 @@ def first_divergence(
     1
     """
     require_rules(rules)
-    limits: dict[str, Any] = dict.fromkeys(STAGES, allowed)
-    if isinstance(allowed, Mapping):
-        limits = dict(allowed)
+    limits: dict[str, Any] = dict(allowed) if isinstance(allowed, Mapping) else dict.fromkeys(STAGES, allowed)
     if unknown := limits.keys() - set(STAGES):
         raise invalid(f"stages of {', '.join(STAGES)}", shown(unknown))
     for limit in limits.values():

@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import weakref
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -82,7 +84,7 @@ class FlightRecorder(Recording):
     ...             recorder(step, gc.digest(params))
     ...     log = read_log(f"{folder}/run.log")
     >>> [leaf.name for leaf in log.leaves], sorted(log.rows)
-    (['b', 'w'], [(0, -1), (1, -1), (2, -1)])
+    (['b', 'w'], [0, 1, 2])
     """
 
     name = "FlightRecorder"
@@ -99,7 +101,8 @@ class FlightRecorder(Recording):
                 raise invalid(expected, shown(twin))
         self._behind = require_integer("an integer of 0 or more as behind", behind, 0)
         self._pending = deque[tuple[int, Tree]]()
-        self._file, self._closed = _open(require_path("a path", path), self._leaves), False
+        self._file = _open(require_path("a path", path), self._leaves)
+        weakref.finalize(self, self._file.close)  # without a warning, if `close` is never called
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
 
@@ -148,9 +151,7 @@ class FlightRecorder(Recording):
         try:
             super().close()
         finally:
-            if not self._closed:
-                os.close(self._file)
-            self._closed = True
+            self._file.close()
 
     def _record(self, step: int, digests: Tree) -> None:
         rows = {replica: self._row(part) for replica, part in _by_replica(digests).items()}
@@ -168,8 +169,8 @@ class FlightRecorder(Recording):
 
     def _write(self, line: bytes) -> None:
         with self._lock:
-            # One write per line, so that a crash can truncate only the last line.
-            os.write(self._file, b"%s %08x\n" % (line, zlib.crc32(line)))
+            # One unbuffered write per line, so that a crash can truncate only the last line.
+            self._file.write(b"%s %08x\n" % (line, zlib.crc32(line)))
 
 
 def _leaves_of(like: Tree) -> tuple[Leaf, ...]:
@@ -186,17 +187,18 @@ def _leaf(name: str, array: Array) -> Leaf:
     return Leaf(name or "(root)", str(dtype_of(array)), lengths)
 
 
-def _open(path: Path, leaves: tuple[Leaf, ...]) -> int:
+def _open(path: Path, leaves: tuple[Leaf, ...]) -> FileIO:
     """Opens a log for appending; terminates a truncated last line."""
-    if path.exists():
-        require_file("a log, or a path without a file", path)
-    continues = path.exists() and path.stat().st_size > 0
-    if continues and read_log(path).leaves != leaves:
-        raise invalid("a log of the same leaves, or a new path", str(path))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-    if continues and not path.read_bytes().endswith(b"\n"):
-        os.write(descriptor, b"\n")
-    return descriptor
+    is_cut_off = False
+    if path.exists() and require_file("a log, or a path without a file", path).stat().st_size:
+        log = read_log(path)
+        if log.leaves != leaves:
+            raise invalid("a log of the same leaves, or a new path", str(path))
+        is_cut_off = log.content[-1:] != b"\n"
+    file = FileIO(path, "a")
+    if is_cut_off:
+        file.write(b"\n")
+    return file
 
 
 def _is_traced(array: Array) -> bool:
@@ -246,21 +248,17 @@ class Log(NamedTuple):
     content: mmap
     leaves: tuple[Leaf, ...]
     twins: tuple[bool, ...]
-    rows: dict[tuple[int, int], list[int]]
+    rows: dict[int, dict[int, list[int]]]
     damaged: tuple[int, ...]
-
-    @property
-    def steps(self) -> list[int]:
-        return sorted({step for step, _ in self.rows})
-
-    def replicas(self, step: int) -> list[int]:
-        """Numbers of the replicas with a row for this step; `EVERY` for a row for all replicas."""
-        return sorted(replica for at, replica in self.rows if at == step)
 
     def digests(self, offset: int) -> list[str]:
         """Hexadecimal digests of the row at this offset, one per leaf."""
         digits = self.content[offset : self.content.find(b"\n", offset)].split(b" ")[2].decode()
         return [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]
+
+    def at(self, step: int) -> dict[int, list[str]]:
+        """Digests by replica, `EVERY` for all replicas; of a repeated step those of the later row."""
+        return {replica: self.digests(offsets[-1]) for replica, offsets in self.rows[step].items()}
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
@@ -280,39 +278,32 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         in one file.
     """
     path = require_file("a log of digests", path)
-    header: dict[str, Any] = {}
-    rows: dict[tuple[int, int], list[int]] = {}
-    damaged: list[int] = []
-    offset = 0
+    if not path.stat().st_size:
+        raise invalid("a log of digests", f"{path}, which is empty")
+    if not is_log(path):
+        raise invalid("two logs of digests", f"{path}, which is not a log")
     with open(path, "rb") as file:
-        if not path.stat().st_size:
-            raise invalid("a log of digests", f"{path}, which is empty")
         mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
-        for number, line in enumerate(file, 1):
-            content = _checked(line)
-            if number == 1 and not line.startswith(_BEGIN):
-                raise invalid("two logs of digests", f"{path}, which is not a log")
-            if content is None and not header:
+    header: dict[str, Any] = {}
+    rows: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    damaged: list[int] = []
+    for number, line in enumerate(iter(mapped.readline, b""), 1):
+        content, _, checksum = line.rpartition(b" ")
+        if checksum.rstrip(b"\n") != b"%08x" % zlib.crc32(content):
+            damaged.append(number)
+            if not header:
                 raise invalid("a log that begins with its leaves", f"{path}: line {number} is damaged")
-            if content is None:
-                damaged.append(number)
-            elif content.startswith(b"{"):
-                header = _header(path, content, header)
-            else:
-                row = _ROW.fullmatch(content)
-                if row is None or len(row[3]) != _DIGITS * len(header["leaves"]):
-                    raise invalid(f"{len(header['leaves'])} digests in line {number}", str(path))
-                rows.setdefault((int(row[1]), EVERY if row[2] == b"*" else int(row[2])), []).append(offset)
-            offset += len(line)
+        elif content.startswith(b"{"):
+            header = _header(path, content, header)
+        else:
+            row = _ROW.fullmatch(content)
+            if row is None or len(row[3]) != _DIGITS * len(header["leaves"]):
+                raise invalid(f"{len(header['leaves'])} digests in line {number}", str(path))
+            rows[int(row[1])][EVERY if row[2] == b"*" else int(row[2])].append(mapped.tell() - len(line))
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
     twins = tuple(any(_is_in_subtree(leaf.name, twin) for twin in header["twins"]) for leaf in leaves)
-    return Log(mapped, leaves, twins, rows, tuple(damaged))
-
-
-def _checked(line: bytes) -> bytes | None:
-    """Content of a line, or None if its checksum is wrong."""
-    content, _, checksum = line.rpartition(b" ")
-    return content if checksum.rstrip(b"\n") == b"%08x" % zlib.crc32(content) else None
+    by_step = {step: dict(sorted(rows[step].items())) for step in sorted(rows)}
+    return Log(mapped, leaves, twins, by_step, tuple(damaged))
 
 
 def _header(path: Path, content: bytes, first: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
-
-import numpy as np
 
 from gradcombine.errors import operation
 from gradcombine.formats import unread
@@ -81,35 +81,41 @@ def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
     require_rules(rules)
     pairs, problems = _matched(a, b, rules)
     problems += [*_problems_of("A", a), *_problems_of("B", b)]
-    rows = _rows(a), _rows(b)
-    for side, mine, theirs in (("A", *rows), ("B", *reversed(rows))):
-        if missing := sorted(mine.keys() - theirs.keys()):
+    for side, mine, theirs in (("A", a, b), ("B", b, a)):
+        if missing := [step for step in mine.rows if step not in theirs.rows]:
             problems.append(f"only {side} has steps {ranges(missing)}")
-    common_steps = sorted(rows[0].keys() & rows[1].keys())
+    common = [step for step in a.rows if step in b.rows]
     one_sided: Counter[tuple[str, int]] = Counter()
     counts: Counter[int] = Counter()
     first: Parting | None = None
     compared = 0
-    for step in common_steps:
-        left, right = (
-            {replica: log.digests(offset) for replica, offset in offsets[step].items()}
-            for log, offsets in zip((a, b), rows, strict=True)
-        )
-        both = {n: (_row(left, n), _row(right, n)) for n in sorted(left.keys() | right.keys())}
-        one_sided.update(("B" if x is None else "A", n) for n, (x, y) in both.items() if n != EVERY and None in (x, y))
-        common = [(n, x, y) for n, (x, y) in both.items() if x is not None and y is not None]
-        for replica, x, y in [each for each in common if each[0] != EVERY] or common:
+    for step in common:
+        left, right = a.at(step), b.at(step)
+        for replica in sorted((left.keys() | right.keys()) - {EVERY}) or [EVERY]:
+            x, y = (rows.get(replica, rows.get(EVERY)) for rows in (left, right))
+            if x is None or y is None:
+                one_sided["B" if x is None else "A", replica] += 1
+                continue
             compared += len(pairs)
             different = [(i, j) for i, j in pairs if x[i] != y[j]]
             if different:
                 counts[step] += len(different)
             if different and first is None:
-                i, j = different[0]
-                name, other = a.leaves[i].name, b.leaves[j].name
-                leaf = name if name == other else f"{name} = {other}"
-                first = Parting(step, replica, leaf, x[i], y[j], _conclusion(replica, i, j, left, right))
+                first = _parting(a, b, step, replica, *different[0])
     problems += [f"only {side} has replica {replica}, in {n} steps" for (side, replica), n in sorted(one_sided.items())]
-    return LogReport(compared, first, dict(counts), len(common_steps), tuple(problems))
+    return LogReport(compared, first, dict(counts), len(common), tuple(problems))
+
+
+def _parting(a: Log, b: Log, step: int, replica: int, i: int, j: int) -> Parting:
+    """The difference of leaf i of A and leaf j of B, and what the digests of the other replicas say about it."""
+    left, right = a.at(step), b.at(step)
+    x, y = left.get(replica, left.get(EVERY, []))[i], right.get(replica, right.get(EVERY, []))[j]
+    twins = ""
+    for side, other, rows, k, digest in (("B", "A", right, j, x), ("A", "B", left, i, y)):
+        if {row[k] for number, row in rows.items() if number not in (replica, EVERY)} == {digest}:
+            twins = f"the other replicas of {side} agree with {other}, replica {replica} of {side} does not"
+    name, counterpart = a.leaves[i].name, b.leaves[j].name
+    return Parting(step, replica, name if name == counterpart else f"{name} = {counterpart}", x, y, twins)
 
 
 def verdict(report: LogReport) -> str:
@@ -163,56 +169,31 @@ def _problems_of(side: str, log: Log) -> Iterator[str]:
     """Problems within one log."""
     if log.damaged:
         numbers = ", ".join(map(str, log.damaged[:SHOWN]))
-        last = f" after step {max(step for step, _ in log.rows)}" if log.rows else ""
-        yield f"{side} is cut off or damaged in line {numbers}; the complete lines end{last or ' there'}"
-    for (step, replica), offsets in sorted(log.rows.items()):
-        rows = [log.digests(offset) for offset in offsets] if len(offsets) > 1 else []
-        at = next((i for earlier in rows for i, x in enumerate(earlier) if x != rows[-1][i]), None)
-        if at is not None:
-            where = f"step {step} of {_replica(replica)}"
-            yield f"{side} has {where} {len(rows)} times, with different digests, of {log.leaves[at].name} first"
-    yield from _divergent_replica(side, log)
+        last = f"after step {max(log.rows)}" if log.rows else "there"
+        yield f"{side} is cut off or damaged in line {numbers}; the complete lines end {last}"
+    for step, offsets in log.rows.items():
+        for replica, repeated in offsets.items():
+            rows = [log.digests(offset) for offset in repeated] if len(repeated) > 1 else []
+            at = next((i for earlier in rows for i, x in enumerate(earlier) if x != rows[-1][i]), None)
+            if at is not None:
+                where = f"step {step} of {_replica(replica)}"
+                yield f"{side} has {where} {len(rows)} times, with different digests, of {log.leaves[at].name} first"
+    yield from islice(_divergent_twins(side, log), 1)
 
 
-def _divergent_replica(side: str, log: Log) -> Iterator[str]:
-    """Describes the first difference between replicas in a leaf that should be the same on all of them."""
-    if not any(log.twins):
-        return
-    for step, offsets in _rows(log).items():
-        rows = {replica: log.digests(offset) for replica, offset in offsets.items()}
-        for i, twin in enumerate(log.twins):
-            counts = Counter(row[i] for row in rows.values())
-            if twin and len(counts) > 1:
-                majority, count = counts.most_common(1)[0]
-                others = [replica for replica, row in rows.items() if row[i] != majority]
-                finding = f"replica {', '.join(map(str, others))} differs from the others"
+def _divergent_twins(side: str, log: Log) -> Iterator[str]:
+    """Describes differences between replicas in leaves that should be the same on all of them."""
+    twins = [i for i, twin in enumerate(log.twins) if twin]
+    for step in log.rows if twins else ():
+        rows = log.at(step)
+        for i in twins:
+            majority, count = Counter(row[i] for row in rows.values()).most_common(1)[0]
+            others = [str(replica) for replica, row in rows.items() if row[i] != majority]
+            if others:
+                finding = f"replica {', '.join(others)} differs from the others"
                 if 2 * count <= len(rows):  # no majority
                     finding = "the replicas differ from one another"
                 yield f"in step {step} of {side}, {finding} in {log.leaves[i].name}"
-                return
-
-
-def _conclusion(replica: int, i: int, j: int, left: dict[int, list[str]], right: dict[int, list[str]]) -> str:
-    """Names the log in which the replica alone differs, if its other replicas agree with the other log."""
-    x, y = (_row(rows, replica) or [] for rows in (left, right))
-    for side, other, rows, k, digest in (("A", "B", left, i, y[j]), ("B", "A", right, j, x[i])):
-        rest = {row[k] for number, row in rows.items() if number not in (replica, EVERY)}
-        if rest == {digest}:
-            return f"the other replicas of {side} agree with {other}, replica {replica} of {side} does not"
-    return ""
-
-
-def _row(rows: dict[int, list[str]], replica: int) -> list[str] | None:
-    """Digests of a replica, or the row for all replicas."""
-    return rows.get(replica, rows.get(EVERY))
-
-
-def _rows(log: Log) -> dict[int, dict[int, int]]:
-    """Offset of the last row, by step and replica, sorted."""
-    result: dict[int, dict[int, int]] = {}
-    for (step, replica), offsets in sorted(log.rows.items()):
-        result.setdefault(step, {})[replica] = offsets[-1]
-    return result
 
 
 def _as_dump(log: Log) -> Dump:
@@ -225,8 +206,8 @@ def _are_incompatible(a: Leaf, b: Leaf) -> bool:
     """Whether the leaves differ in dtype or in size, or, if a length is unknown, in rank; axes may be permuted."""
     if None in a.shape or None in b.shape:
         return a.dtype != b.dtype or len(a.shape) != len(b.shape)
-    sizes = (int(np.prod([n or 0 for n in leaf.shape], dtype=np.int64)) for leaf in (a, b))
-    return a.dtype != b.dtype or len(set(sizes)) > 1
+    sizes = {math.prod(n or 0 for n in leaf.shape) for leaf in (a, b)}
+    return a.dtype != b.dtype or len(sizes) > 1
 
 
 def _replica(number: int) -> str:

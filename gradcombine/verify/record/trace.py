@@ -22,6 +22,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, invalid, operation, require_path, shown
 from gradcombine.tree import Structure
 from gradcombine.types import Array, Tree
+from gradcombine.verify.compare.ulp import equal_bits
 from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.pytorch import converted
 
@@ -160,7 +161,6 @@ class Recorder(Recording):
     def __init__(self, directory: Path, steps: Container[int] | None) -> None:
         super().__init__()
         self._directory, self._steps = directory, steps
-        self._written: dict[int, dict[str, np.ndarray]] = {}
 
     @operation("record")
     def __call__(self, step: Array, **stages: Tree) -> None:
@@ -201,35 +201,22 @@ class Recorder(Recording):
     def _write(self, leaves: list[str], step: int, arrays: list[np.ndarray]) -> None:
         if not _is_selected(self._steps, step):
             return
+        path = self._directory / f"step_{step:08}.npz"
         with self._lock:
-            recorded = self._recorded(step)
+            # Other stages, or the same ones of other replicas; callbacks may be out of order.
+            recorded = {name: entry.whole() for name, entry in open_dump(path).items()} if path.exists() else {}
+            new: dict[str, np.ndarray] = {}
             for name, array in zip(leaves, arrays, strict=True):
-                if name in recorded and not _equal_bits(recorded[name], array):
+                if name not in recorded:
+                    new[name] = array
+                elif not equal_bits(array, recorded[name]):
                     where = f"{name} of step {step}"
                     self._errors.append(invalid("the same values on all replicas", "different values", where))
-                # Copied: the framework may reuse the buffer for the next callback.
-                recorded.setdefault(name, array.copy())
-            self._save(step, recorded)
-            for old in [other for other in self._written if other < step - 1]:
-                del self._written[old]
-
-    def _recorded(self, step: int) -> dict[str, np.ndarray]:
-        """Arrays recorded so far for a step, read back from its file if necessary: callbacks may be out of order."""
-        path = self._path(step)
-        if step not in self._written and path.exists():
-            self._written[step] = {name: entry.whole() for name, entry in open_dump(path).items()}
-        return self._written.setdefault(step, {})
-
-    def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step:08}.npz"
-
-    def _save(self, step: int, arrays: dict[str, np.ndarray]) -> None:
-        """Writes a file atomically."""
-        path = self._path(step)
-        draft = path.with_name(f".{path.name}.draft")
-        with open(draft, "wb") as file:
-            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-        os.replace(draft, path)
+            if new or not path.exists():
+                draft = path.with_name(f".{path.name}.draft")
+                with open(draft, "wb") as file:
+                    np.savez(file, **recorded | new)  # pyright: ignore[reportArgumentType]
+                os.replace(draft, path)
 
 
 def _require_kept(leaf: Array, path: str) -> None:
@@ -237,10 +224,6 @@ def _require_kept(leaf: Array, path: str) -> None:
     dtype = resolve([leaf]).dtype(leaf)
     if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):
         raise invalid("bfloat16, or one of NumPy's numeric dtypes", dtype, path)
-
-
-def _equal_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 LONGEST = (1 << 16) - 1 - len(".npy")
