@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.registry import load
-from gradcombine.foreign_orders import (
-    addn_blocks,
-    hierarchical_copy,
-    left_chain,
-    mean_of_means,
-    ring,
-    welford,
-)
+from gradcombine.backends.numpy_backend import BACKEND as NUMPY
+from gradcombine.foreign_orders import addn_blocks, hierarchical_copy, left_chain, mean_of_means, ring, welford
 from gradcombine.fused import multiply_add
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import Array, Tree
@@ -83,9 +76,10 @@ def canonical(trees: Sequence[Tree]) -> Tree:
     return fold_pairwise(lambda a, b: left_chain([a, b]), trees)
 
 
-def by_rank(split: Split, ranks: int, over: Order, trees: Sequence[Tree]) -> Tree:
-    """Adds the contributions of each rank one after another, and the ranks' sums in the order ``over``."""
-    return over([left_chain(part) for part in split(trees, ranks)])
+def by_rank(split: Split, ranks: int, over: Order, trees: Sequence[Tree], factor: np.generic | None = None) -> Tree:
+    """Adds each rank's contributions one after another; adds the sums, times ``factor``, in the order ``over``."""
+    sums = [left_chain(part) for part in split(trees, ranks)]
+    return over(sums if factor is None else [mapped(partial(np.multiply, factor), x) for x in sums])
 
 
 ACCUMULATORS: tuple[type, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
@@ -146,12 +140,7 @@ def dtypes_of(trees: Sequence[Tree]) -> set[np.dtype]:
 
 def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
     """Casts all leaves."""
-
-    def cast(x: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            return x.astype(dtype)
-
-    return mapped(cast, value)
+    return mapped(partial(np.asarray, dtype=dtype), value)
 
 
 def mapped(function: Callable[..., Array], *trees: Tree) -> Tree:
@@ -168,59 +157,65 @@ def scaled(
     """Sums and means in an order, with every known scaling by the number of contributions or by weights."""
     count, one = dtype.type(len(trees)), dtype.type(1)
 
-    def times(factors: Sequence[np.generic]) -> list[Tree]:
-        return [mapped(partial(np.multiply, factor), x) for factor, x in zip(factors, trees, strict=True)]
+    def times(value: Tree, factor: np.generic) -> Tree:
+        return mapped(partial(np.multiply, factor), value)
+
+    def over(value: Tree, divisor: np.generic) -> Tree:
+        def quotient(x: np.ndarray) -> np.ndarray:
+            return np.true_divide(x, divisor)
+
+        return mapped(quotient, value)
 
     total = cache(lambda: order(trees))
     yield "sum", total
-    yield "sum / n", lambda: _quiet(np.true_divide, total(), count)
-    yield "sum * (1 / n)", lambda: _quiet(np.multiply, total(), one / count)
-    yield "sum of each / n", lambda: order([_quiet(np.true_divide, x, count) for x in trees])
-    yield "sum of each * (1 / n)", lambda: order(times([one / count] * len(trees)))
+    yield "sum / n", lambda: over(total(), count)
+    yield "sum * (1 / n)", lambda: times(total(), one / count)
+    yield "sum of each / n", lambda: order([over(x, count) for x in trees])
+    yield "sum of each * (1 / n)", lambda: order([times(x, one / count) for x in trees])
     if weights is None:
         return
-    rounded = [dtype.type(w) for w in weights]
-    units = dtype.type(sum(weights))
-    weighted = cache(lambda: order(times(rounded)))
+    rounded, units = [dtype.type(w) for w in weights], dtype.type(sum(weights))
+    weighted = cache(lambda: order(list(map(times, trees, rounded))))
     yield "weighted sum", weighted
-    yield "weighted sum / total weight", lambda: _quiet(np.true_divide, weighted(), units)
-    yield "weighted sum * (1 / total weight)", lambda: _quiet(np.multiply, weighted(), one / units)
-    yield "sum of each * (weight / total weight)", lambda: order(times([w / units for w in rounded]))
-    yield "weighted sum / n", lambda: _quiet(np.true_divide, weighted(), count)
+    yield "weighted sum / total weight", lambda: over(weighted(), units)
+    yield "weighted sum * (1 / total weight)", lambda: times(weighted(), one / units)
+    yield (
+        "sum of each * (weight / total weight)",
+        lambda: order([times(x, w / units) for x, w in zip(trees, rounded, strict=True)]),
+    )
+    yield "weighted sum / n", lambda: over(weighted(), count)
     if dtype == np.float32 and order is left_chain:
         yield "weighted sum, fused multiply-adds", lambda: _fused(trees, rounded)
-        fused = "weighted sum, fused multiply-adds, / total weight"
-        yield fused, lambda: _quiet(np.true_divide, _fused(trees, rounded), units)
+        yield "weighted sum, fused multiply-adds, / total weight", lambda: over(_fused(trees, rounded), units)
 
 
 def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator[Candidate]:
     """gradcombine's compensated and exact precisions."""
-    for precision in ("compensated", "exact"):
-        for scaling, reduction, used in (
-            ("sum", gc.reductions.sum(precision), None),
-            ("sum / n", gc.reductions.mean(precision), None),
-            ("weighted sum", gc.reductions.sum(precision), weights),
-            ("weighted sum / total weight", gc.reductions.mean(precision), weights),
-        ):
-            if used is not None or not scaling.startswith("weighted"):
-                run = partial(gc.combine, reduction, list(trees), used)
-                yield Candidate(
-                    "in any order" if precision == "exact" else "one after another", precision, scaling, run
-                )
+    sums, means = gc.reductions.sum, gc.reductions.mean
+    for precision, order, total, mean in (
+        ("compensated", "one after another", sums("compensated"), means("compensated")),
+        ("exact", "in any order", sums("exact"), means("exact")),
+    ):
+        yield Candidate(order, precision, "sum", partial(gc.combine, total, trees))
+        yield Candidate(order, precision, "sum / n", partial(gc.combine, mean, trees))
+        if weights is not None:
+            yield Candidate(order, precision, "weighted sum", partial(gc.combine, total, trees, weights))
+            yield Candidate(order, precision, "weighted sum / total weight", partial(gc.combine, mean, trees, weights))
 
 
 def _means(
     trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int], wide: bool
 ) -> Iterator[Candidate]:
     """Means that are not scaled sums: Welford's, and means of means."""
-    fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
-    divided = "Welford's mean, divided (optax.MultiSteps on JAX 0.9)"
+    chain = "one after another"
     if not wide:
-        for dtype in (np.dtype(x) for x in ACCUMULATORS[:3]):
-            run = partial(welford, list(trees), accumulator=dtype)
-            yield Candidate("one after another", str(dtype), fused, run)
-        yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
-        yield Candidate("one after another", "float32", divided, partial(welford, list(trees), divided=True))
+        for dtype in map(np.dtype, ACCUMULATORS[:3]):
+            run = partial(welford, trees, accumulator=dtype)
+            yield Candidate(chain, str(dtype), "Welford's mean (optax.MultiSteps)", run)
+        run = partial(welford, trees, fused=False)
+        yield Candidate(chain, "float32", "Welford's mean, no fused multiply-adds", run)
+        run = partial(welford, trees, divided=True)
+        yield Candidate(chain, "float32", "Welford's mean, divided (optax.MultiSteps on JAX 0.9)", run)
     accumulator = "float64" if wide else "float32"
     for number, how, split in splits(len(trees), ranks):
         if number == len(trees):
@@ -229,27 +224,18 @@ def _means(
         name = f"by rank over {number} ranks{how}"
         yield Candidate(name, accumulator, "mean of means", partial(mean_of_means, sorted_by_rank, number))
         if weights is not None:
-            scales = [w for part in split(list(weights), number) for w in part]
+            scales = [w for part in split(weights, number) for w in part]
             run = partial(mean_of_means, sorted_by_rank, number, scales)
             yield Candidate(name, accumulator, "mean of weighted means", run)
 
 
-def _quiet(operation: Any, value: Tree, scalar: Any) -> Tree:
-    def apply(x: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            return operation(x, scalar)
-
-    return mapped(apply, value)
-
-
 def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
     """Accumulates ``acc = w * x + acc`` with one rounding, as contracted by XLA."""
-    backend = load("numpy")
     total = mapped(np.zeros_like, trees[0])
     for x, weight in zip(trees, weights, strict=True):
-
-        def add(a: np.ndarray, b: np.ndarray, w: np.float32 = weight) -> Array:
-            return multiply_add(backend, a, w, b)
-
-        total = mapped(add, x, total)
+        total = mapped(partial(_multiply_add, weight), x, total)
     return total
+
+
+def _multiply_add(weight: np.float32, x: np.ndarray, total: np.ndarray) -> Array:
+    return multiply_add(NUMPY, x, weight, total)

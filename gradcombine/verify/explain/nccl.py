@@ -23,8 +23,9 @@ truncates).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,6 @@ from gradcombine.types import Tree
 from gradcombine.verify.explain.candidates import (
     Candidate,
     Order,
-    Split,
     as_dtype,
     by_rank,
     dtypes_of,
@@ -91,25 +91,25 @@ def nvls(trees: Sequence[Tree]) -> Tree:
     According to the sources, bfloat16 is truncated, and the result may depend on an order, which they do not specify.
     The sum before rounding is exact to 2**-100 of its largest term.
     """
-    return mapped(_nvls, *trees)
+    with np.errstate(invalid="ignore"):  # infinities
+        return mapped(_nvls, *trees)
 
 
 def _nvls(*terms: np.ndarray) -> np.ndarray:
     total, error = np.zeros(terms[0].shape), np.zeros(terms[0].shape)
-    with np.errstate(all="ignore"):
-        for term in terms:
-            x, before = term.astype(np.float64), total
-            total = before + x
-            added = total - before
-            error += (before - (total - added)) + (x - added)
-        rounded = np.where(np.isfinite(total), total + error, total)
-        if terms[0].dtype == np.float32:
-            return rounded.astype(np.float32)
-        lost = np.where(np.isfinite(total), (total - rounded) + error, 0)
-        # bfloat16 keeps 8 of 53 bits. A sum that float64 rounded up to such a number truncates to the one below it.
-        upper = rounded.view(np.uint64) >> np.uint64(45) << np.uint64(45)
-        up = (upper.view(np.float64) == rounded) & (lost != 0) & (np.signbit(lost) != np.signbit(rounded))
-        return (upper - np.where(up, np.uint64(1 << 45), np.uint64(0))).view(np.float64).astype(terms[0].dtype)
+    for term in terms:
+        x, before = term.astype(np.float64), total
+        total = before + x
+        added = total - before
+        error += (before - (total - added)) + (x - added)
+    rounded = np.where(np.isfinite(total), total + error, total)
+    if terms[0].dtype == np.float32:
+        return rounded.astype(np.float32)
+    lost = np.where(np.isfinite(total), (total - rounded) + error, 0)
+    # bfloat16 keeps 8 of 53 bits. A sum that float64 rounded up to such a number truncates to the one below it.
+    upper = rounded.view(np.uint64) >> np.uint64(45) << np.uint64(45)
+    up = (upper.view(np.float64) == rounded) & (lost != 0) & (np.signbit(lost) != np.signbit(rounded))
+    return (upper - np.where(up, np.uint64(1 << 45), np.uint64(0))).view(np.float64).astype(terms[0].dtype)
 
 
 def chunked(leaves: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.intp]]:
@@ -160,28 +160,26 @@ def nccl_candidates(
     dtypes = dtypes_of(trees)
     # Additions are rounded to the dtype that is sent: the gradients' dtype, or float32 for narrower ones.
     sent = dtypes | {np.dtype(np.float32)} if np.dtype(np.float64) not in dtypes else dtypes
-    for number, how, split in splits(len(trees), ranks):
-        over = f"over {number} ranks{how}"
-        for dtype in sorted(sent, key=str):
-            cast = [as_dtype(x, dtype) for x in trees]
-            averaged = partial(_averaged, split, number, dtype)
-            for name, chunks in _all_reduces(number, dtype, one_each=number == len(trees)):
-                chunk_orders = [partial(by_rank, split, number, chunk) for chunk in chunks]
-                for same in zip(*(scaled(order, cast, weights, dtype) for order in chunk_orders), strict=True):
-                    yield _candidate(f"{name} {over}", str(dtype), same[0][0], [run for _, run in same])
-                if number < len(trees):
-                    runs = [partial(averaged, chunk, cast) for chunk in chunks]
-                    yield _candidate(f"{name} {over}", str(dtype), _DDP, runs)
-            if number < len(trees):
-                yield _candidate(f"by psum {over}", str(dtype), _DDP, [partial(averaged, left_chain, cast)])
+    for (number, how, split), dtype in product(splits(len(trees), ranks), sorted(sent, key=str)):
+        over, one_each = f"over {number} ranks{how}", number == len(trees)
+        cast = [as_dtype(x, dtype) for x in trees]
+        factor = dtype.type(1) / dtype.type(number)
+        for name, chunks in _all_reduces(number, dtype, one_each):
+            chunk_orders = [partial(by_rank, split, number, chunk) for chunk in chunks]
+            forms = [
+                (same[0][0], [run for _, run in same])
+                for same in zip(*(scaled(order, cast, weights, dtype) for order in chunk_orders), strict=True)
+            ]
+            if not one_each:
+                forms.append((_DDP, [partial(order, cast, factor) for order in chunk_orders]))
+            for scaling, (run, *others) in forms:
+                yield Candidate(f"{name} {over}", str(dtype), scaling, run, tuple(others))
+        if not one_each:
+            run = partial(by_rank, split, number, left_chain, cast, factor)
+            yield Candidate(f"by psum {over}", str(dtype), _DDP, run)
 
 
 _DDP = "mean over ranks, each scaled by 1 / ranks first (DDP)"
-
-
-def _averaged(split: Split, ranks: int, dtype: np.dtype, over: Order, trees: Sequence[Tree]) -> Tree:
-    factor = dtype.type(1) / dtype.type(ranks)
-    return over([mapped(partial(np.multiply, factor), left_chain(part)) for part in split(trees, ranks)])
 
 
 def _all_reduces(ranks: int, dtype: np.dtype, one_each: bool) -> Iterator[tuple[str, list[Order]]]:
@@ -189,21 +187,12 @@ def _all_reduces(ranks: int, dtype: np.dtype, one_each: bool) -> Iterator[tuple[
     if dtype.name in ("float32", "bfloat16"):
         yield "in any order, by NVLS", [nvls]
     if ranks > 2:
-        forward = [partial(ring_chunk, start=start) for start in range(ranks)]
-        yield "in NCCL's or gloo's ring", forward
-        yield (
-            "in NCCL's or gloo's ring, backwards,",
-            [lambda trees, order=order: order(trees[::-1]) for order in forward],
-        )
+        ring: list[Order] = [partial(ring_chunk, start=start) for start in range(ranks)]
+        yield "in NCCL's or gloo's ring", ring
+        yield "in NCCL's or gloo's ring, backwards,", [lambda trees, order=order: order(trees[::-1]) for order in ring]
     for machines in range(1, ranks + 1):
         # A chain of all contributions is a candidate already.
         if ranks > 2 and ranks % machines == 0 and (machines > 1 or not one_each):
             trees = [partial(tree_chunk, machines=machines, second=second) for second in (False, True)]
-            name = (
-                "in NCCL's tree, a chain in one machine," if machines == 1 else f"in NCCL's tree, {machines} machines,"
-            )
-            yield name, trees[: 1 if machines < 3 else 2]
-
-
-def _candidate(order: str, accumulator: str, scaling: str, runs: Sequence[Callable[[], Tree]]) -> Candidate:
-    return Candidate(order, accumulator, scaling, runs[0], tuple(runs[1:]))
+            where = "a chain in one machine" if machines == 1 else f"{machines} machines"
+            yield f"in NCCL's tree, {where},", trees[: 1 if machines < 3 else 2]

@@ -8,7 +8,6 @@ from itertools import chain, compress
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
@@ -17,7 +16,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Array, Tree
-from gradcombine.verify.compare.ulp import NAN_DISTANCE, ulp_distance
+from gradcombine.verify.compare.ulp import ulp_distance
 from gradcombine.verify.diff.pytorch import converted
 from gradcombine.verify.explain.candidates import Candidate, candidates
 from gradcombine.verify.explain.nccl import chunked, nccl_candidates
@@ -136,8 +135,9 @@ def explain(
     expected_leaves, structure = tree.flatten(_numpy(result))
     for value in trees:
         _require_same_shapes(structure, expected_leaves, value)
-    sizes = [0 if x is None else x.size for x in expected_leaves]
-    if not sum(sizes):
+    named = [(path, x) for path, x in zip(structure.paths(), expected_leaves, strict=True) if _has_elements(x)]
+    leaves = [x.reshape(-1) for _, x in named]
+    if not leaves:
         raise invalid("one element or more in the result", "none")
     if ranks is None:
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
@@ -145,15 +145,15 @@ def explain(
     ranks = [require_integer(expected, x) for x in require_items(expected, ranks)]
     measured: list[tuple[Candidate, list[_Leaf]]] = []
     known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
-    for tried, candidate in enumerate(known):
-        progress(tried, str(candidate))
-        measured.append((candidate, _measured(candidate, structure, expected_leaves)))
-    informative = [any(leaves[i].equal < size for _, leaves in measured) for i, size in enumerate(sizes)]
-    elements = sum(compress(sizes, informative))
-    verdicts = [_verdict(candidate, [*compress(leaves, informative)], elements) for candidate, leaves in measured]
+    with np.errstate(all="ignore"):
+        for tried, candidate in enumerate(known):
+            progress(tried, str(candidate))
+            measured.append((candidate, _measured(candidate, leaves)))
+    informs = [any(each[i].equal < x.size for _, each in measured) for i, x in enumerate(leaves)]
+    elements = sum(x.size for x in compress(leaves, informs))
+    verdicts = [_verdict(candidate, [*compress(each, informs)], elements) for candidate, each in measured]
     verdicts.sort(key=lambda verdict: (not verdict.equal, -verdict.share, verdict.max_ulp))
-    rows = zip(structure.paths(), sizes, informative, strict=True)
-    uninformative = tuple(path for path, size, informs in rows if size and not informs)
+    uninformative = tuple(path for (path, _), x in zip(named, informs, strict=True) if not x)
     return Explanation(tuple(verdicts), elements, uninformative)
 
 
@@ -181,6 +181,10 @@ def _require_same_shapes(structure: tree.Structure, leaves: Sequence[Array], val
             raise invalid(f"the result's shape, {shapes[0]}", shapes[1], path)
 
 
+def _has_elements(leaf: Array) -> bool:
+    return leaf is not None and np.size(leaf) > 0
+
+
 class _Leaf(NamedTuple):
     """The number of elements of a leaf that a candidate reproduces, and its largest distance."""
 
@@ -188,29 +192,26 @@ class _Leaf(NamedTuple):
     max_ulp: int
 
 
-def _measured(candidate: Candidate, structure: tree.Structure, leaves: Sequence[Array]) -> list[_Leaf]:
-    with np.errstate(all="ignore"):
-        results = [tree.flatten_as(structure, run()) for run in (candidate.run, *candidate.others)]
-    values: list[np.ndarray] = []
-    same: list[npt.NDArray[np.bool_]] = []
-    flat = [np.zeros(0) if x is None else x.reshape(-1) for x in leaves]
-    for *columns, expected in zip(*results, flat, strict=True):
-        with np.errstate(all="ignore"):
-            arrays = [np.asarray(() if x is None else x).astype(expected.dtype).reshape(-1) for x in columns]
-        value = np.stack(arrays)
-        values.append(value)
-        # Signs of zeros have to agree, though they are at distance 0; NaN payloads do not.
-        equal = (value == expected) & (np.signbit(value) == np.signbit(expected))
-        same.append(equal | (np.isnan(value) & np.isnan(expected)))
+def _measured(candidate: Candidate, leaves: Sequence[np.ndarray]) -> list[_Leaf]:
+    results = [tree.flatten(run())[0] for run in (candidate.run, *candidate.others)]
+    rows = [columns for columns in zip(*results, strict=True) if _has_elements(columns[0])]
+    values = [
+        np.stack(columns).reshape(len(results), -1).astype(leaf.dtype)
+        for columns, leaf in zip(rows, leaves, strict=True)
+    ]
+    # Signs of zeros have to agree, though they are at distance 0; NaN payloads do not.
+    same = [
+        ((value == leaf) & (np.signbit(value) == np.signbit(leaf))) | (np.isnan(value) & np.isnan(leaf))
+        for value, leaf in zip(values, leaves, strict=True)
+    ]
     measured: list[_Leaf] = []
-    for value, equal, order, expected in zip(values, same, chunked(same), flat, strict=True):
-        distances = ulp_distance(np.take_along_axis(value, order[None], axis=0).reshape(-1), expected)
-        count = np.count_nonzero(np.take_along_axis(equal, order[None], axis=0))
-        measured.append(_Leaf(int(count), int(distances.max(initial=0))))
+    for value, equal, order, leaf in zip(values, same, chunked(same), leaves, strict=True):
+        chosen = order, np.arange(leaf.size)
+        measured.append(_Leaf(int(equal[chosen].sum()), int(ulp_distance(value[chosen], leaf).max())))
     return measured
 
 
 def _verdict(candidate: Candidate, leaves: Sequence[_Leaf], elements: int) -> Verdict:
     equal = sum(leaf.equal for leaf in leaves)
     worst = max((leaf.max_ulp for leaf in leaves), default=0)
-    return Verdict(candidate, equal == elements, equal / max(elements, 1), min(worst, NAN_DISTANCE))
+    return Verdict(candidate, equal == elements, equal / max(elements, 1), worst)
