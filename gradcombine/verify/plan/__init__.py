@@ -11,6 +11,7 @@ from gradcombine.errors import operation, require_list
 from gradcombine.types import Tree
 from gradcombine.verify.foreign_calls import arguments
 from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
+from gradcombine.verify.plan.ways import DEFAULT, way_of
 
 if TYPE_CHECKING:
     import optax
@@ -73,11 +74,10 @@ def _plan(
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     **arguments: Any,
 ) -> Plan:
-    from gradcombine.verify.plan import costs, problem, ways  # they import JAX
+    from gradcombine.verify.plan import costs, problem  # they import JAX
 
-    expected = f"names of strategies, for instance {ways.DEFAULT[0]}"
-    names = ways.DEFAULT if names is None else require_list(expected, names)
-    strategies = list(dict.fromkeys(map(ways.way_of, names)))
+    names = DEFAULT if names is None else require_list(f"names of strategies, for instance {DEFAULT[0]}", names)
+    strategies = list(dict.fromkeys(map(way_of, names)))
     case = problem.problem_of(target=target, **arguments)
     progress("one microbatch", 0, len(strategies))
     microbatch, rows = costs.microbatch_of(case, target), list[Row]()

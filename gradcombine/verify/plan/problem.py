@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -54,9 +55,6 @@ class Problem:
     def replicas(self) -> int:
         return self.mesh.shape[self.axis]
 
-    def spec(self, x: Array, partition: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, partition))
-
     def part(self, parts: int) -> tuple[Tree, ...]:
         """Returns specs of one of ``parts`` equal parts of a window's batch."""
 
@@ -65,24 +63,25 @@ class Problem:
 
         return tuple(jax.tree.map(one, x) if divided else x for x, divided in zip(self.batch, self.rows, strict=True))
 
-    @cached_property
-    def paths(self) -> dict[tuple[object, ...], jax.ShapeDtypeStruct]:
-        return dict(jax.tree_util.tree_leaves_with_path(self.params))
-
-    def with_shardings(self, values: Tree, per_replica: bool = False) -> Tree:
+    def with_shardings(self, state: Tree) -> Tree:
         """Gives each leaf of a state the sharding of the parameter whose path is contained in the leaf's path.
 
-        With ``per_replica``, a leading axis of replicas is added.
+        The accumulators of a step, in ``state.window.levels``, have a leading axis of replicas.
         """
+        params = dict(jax.tree_util.tree_leaves_with_path(self.params))
 
         def one(path: tuple[object, ...], x: Array) -> jax.ShapeDtypeStruct:
-            params = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
-            partition = next((p.sharding.spec for p in params if p is not None and p.shape == x.shape), P())
-            if not per_replica:
-                return self.spec(x, partition)
-            return self.spec(jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype), P(self.axis, *partition))
+            leading = (self.axis,) if path[:2] == LEVELS else ()
+            shape = x.shape[len(leading) :]
+            inner = (params.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1))
+            spec = next((p.sharding.spec for p in inner if p is not None and p.shape == shape), P())
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, P(*leading, *spec)))
 
-        return jax.tree_util.tree_map_with_path(one, values)
+        return jax.tree_util.tree_map_with_path(one, state)
+
+
+LEVELS = jax.tree_util.GetAttrKey("window"), jax.tree_util.GetAttrKey("levels")
+"""Beginning of the path of a step's accumulators."""
 
 
 def problem_of(
@@ -106,20 +105,19 @@ def problem_of(
     positions = batch_positions(loss, [params, *args])
     rows = tuple(i + 1 in positions for i in range(len(args)))
 
-    def placed(path: Any, x: Array, first: str | None = None) -> jax.ShapeDtypeStruct:
+    def placed(path: Any, x: Array, divided: bool = False) -> jax.ShapeDtypeStruct:
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
             with within(jax.tree_util.keystr(path)):
                 x = NUMPY.asarray(x)
         sharding = getattr(x, "sharding", None)
-        entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-        for name in {name for entry in entries for name in _axes(entry)} - set(mesh.shape):
+        entries = [_axes(entry) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
+        for name in set(chain(*entries)) - set(mesh.shape):
             raise invalid(f"shardings over {', '.join(mesh.shape)}, the mesh's axes", name, jax.tree_util.keystr(path))
         # The strategies decide what is sharded over the replicas.
-        entries = [tuple(name for name in _axes(entry) if name != axis) or None for entry in entries]
-        if first is not None:
-            entries = [first if not entries or entries[0] is None else (first, *_axes(entries[0])), *entries[1:]]
-        partition = P(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, partition))
+        entries = [tuple(name for name in names if name != axis) for names in entries]
+        if divided:
+            entries = [(axis, *(entries[0] if entries else ())), *entries[1:]]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*entries)))
 
     if not jax.tree.leaves(params):
         raise invalid("parameters: a tree with an array", shown(params))
@@ -128,7 +126,7 @@ def problem_of(
     if n == 0 or n % parts:
         raise invalid(f"a multiple of {parts} examples, for {mesh.shape[axis]} replicas with {k} microbatches each", n)
     specs = [
-        jax.tree_util.tree_map_with_path(lambda path, y, d=divided: placed(path, y, axis if d else None), x)
+        jax.tree_util.tree_map_with_path(partial(placed, divided=divided), x)
         for x, divided in zip(args, rows, strict=True)
     ]
     params = jax.tree_util.tree_map_with_path(placed, params)
@@ -179,8 +177,7 @@ def across_elements(problem: Problem) -> str | None:
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         tx = optax.with_extra_args_support(problem.optimizer)
-        value = jax.ShapeDtypeStruct((), "float32")
-        return tx.update(grads, state, params, value=jax.numpy.zeros(value.shape, value.dtype))
+        return tx.update(grads, state, params, value=np.float32(0))
 
     traced = jax.make_jaxpr(update)(like, jax.eval_shape(problem.optimizer.init, like), like)
     return next(_mixing(traced.jaxpr), None)
@@ -189,9 +186,10 @@ def across_elements(problem: Problem) -> str | None:
 def _mixing(jaxpr: Any) -> Iterator[str]:
     """Names of operations that combine elements: known ones, and those whose outputs are smaller than their inputs."""
     for equation in jaxpr.eqns:
-        inner = [sub for value in equation.params.values() for sub in _jaxprs(value)]
-        for sub in inner:
-            yield from _mixing(sub)
+        values = (getattr(x, "jaxpr", x) for x in jax.tree.leaves([*equation.params.values()]))
+        inner = [x for x in values if hasattr(x, "eqns")]
+        for x in inner:
+            yield from _mixing(x)
         if inner or equation.primitive.name in ELEMENTWISE:
             continue
         inputs, outputs = (
@@ -200,8 +198,3 @@ def _mixing(jaxpr: Any) -> Iterator[str]:
         )
         if equation.primitive.name in ("dot_general", "sort", "conv_general_dilated") or inputs > outputs:
             yield equation.primitive.name
-
-
-def _jaxprs(value: object) -> Sequence[Any]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [getattr(x, "jaxpr", x) for x in values if hasattr(getattr(x, "jaxpr", x), "eqns")]
