@@ -59,7 +59,7 @@ def audit() -> Callable[..., Audit]:
 
 def _text(report: StepReport) -> str:
     """The verdict, the remedy for each cause, and the figures."""
-    from gradcombine.verify.check.check_report import REMEDIES, verdict
+    from gradcombine.verify.check.step_report import REMEDIES, headline
 
     remedies = [f"instead: {REMEDIES[x.cause]}" for x in report.faults if x.cause in REMEDIES]
-    return "\n".join((verdict(report), *remedies, "", str(report)))
+    return "\n".join((headline(report), *remedies, "", str(report)))

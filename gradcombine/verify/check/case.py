@@ -1,25 +1,20 @@
-"""A division that differs from one batch, and the test whether a hypothesis explains the difference."""
+"""A division that differs from one batch, and predictions of its result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.check.divided_terms import Terms
-from gradcombine.verify.check.running import Result, Rows, Split
-from gradcombine.verify.check.standard import Floats, Standard
+from gradcombine.types import Tree
+from gradcombine.verify.check.running import Floats, Result, Rows, Split
+from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import Cause
 
-Answer: TypeAlias = tuple[Cause, str]
-"""A cause and its detail."""
-
-BY_NUMBER = "divided by the number of"
-"""Marks a detail that blames a division by the number of microbatches or devices."""
-
-Located: TypeAlias = Answer | tuple[Cause, str, str]
-"""A cause and its detail, optionally with the source line, which `lines.line_of` finds otherwise."""
+Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
+"""Function of parameters and examples that returns each term's gradient, summed over the examples, and its weight."""
 
 
 class Case(NamedTuple):
@@ -47,6 +42,75 @@ class Case(NamedTuple):
         """Returns those of these leaves that a hypothesis has to explain."""
         return [i for i in leaves if self.leaves is None or i in self.leaves]
 
+    def all_are_means(self, standard: Standard) -> bool:
+        """Whether all leaves to explain are means of the examples' results in one batch."""
+        return set(self.among(range(len(standard.names)))) <= set(standard.combination[1])
+
+
+class Prediction(NamedTuple):
+    """The result that a defect would produce.
+
+    Attributes:
+      cause: the defect.
+      detail: measured numbers.
+      floats: the result; None: the cause is certain without one.
+      terms: the sum of the coefficients of the results that it combines.
+      leaves: indices of the leaves that it predicts; None: all.
+      tolerance: the largest distance from the division's result, in multiples of the rounding bound.
+      line: the source line; None: as `programs.line_of` finds it.
+    """
+
+    cause: Cause
+    detail: str
+    floats: Floats | None = None
+    terms: float = 0
+    leaves: Iterable[int] | None = None
+    tolerance: float = 1.0
+    line: str | None = None
+
+
+Hypothesis: TypeAlias = Callable[[Standard, Case], Iterator[Prediction]]
+
+
+def explained(standard: Standard, case: Case, hypotheses: Iterable[Hypothesis]) -> Prediction | None:
+    """Returns the first prediction that is certain or accounts for the result."""
+    for hypothesis in hypotheses:
+        for x in hypothesis(standard, case):
+            if x.floats is None or accounts_for(standard, case, x.floats, x.terms, x.leaves, x.tolerance):
+                return x
+    return None
+
+
+def accounts_for(
+    standard: Standard,
+    case: Case,
+    predicted: Floats,
+    terms: float,
+    leaves: Iterable[int] | None = None,
+    tolerance: float = 1.0,
+) -> bool:
+    """Whether a prediction is within rounding of the result, and much closer to it than one batch is."""
+    prediction, one_batch = distances(standard, case, predicted, terms, leaves)
+    within = prediction <= max(tolerance, case.unexplained * one_batch)
+    return bool(within and one_batch >= 4 * prediction and one_batch > 1)
+
+
+def distances(
+    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
+) -> tuple[float, float]:
+    """Returns the distance of a prediction, and of one batch, from the result over the bound, in the worst leaf."""
+    chosen = np.array(case.among(range(len(predicted)) if leaves is None else leaves), np.intp)
+    near, far = (
+        standard.shares(case.result.floats, x, case.wide, 2 + terms)[chosen] for x in (predicted, standard.best.floats)
+    )
+    return float(near.max(initial=0)), float(far.max(initial=0))
+
+
+# --- partitions of the examples ---
+
+CONTIGUOUS = "contiguous microbatches"
+"""Name of the usual partition."""
+
 
 def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
     """Returns the common partitions of examples into microbatches or devices, by name, without duplicates."""
@@ -73,22 +137,21 @@ def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
     return distinct
 
 
-CONTIGUOUS = "contiguous microbatches"
-"""Name of the usual partition."""
-
-
 def on_devices(examples: int, split: Split) -> list[Rows]:
-    """Returns the examples of each device, for both common layouts: a block, or a part of each microbatch."""
+    """Returns the examples of each device, and of the devices along each axis of a mesh of two axes.
+
+    The devices have a block of the batch, or a part of each microbatch.
+    """
     k, devices = split
-    rows = np.arange(examples)
+    rows, distinct = np.arange(examples), set[Rows]()
     layouts = [[_chunks(block, devices) for block in blocks] for blocks in ([rows], _chunks(rows, k))]
-    distinct = {
-        tuple(np.concatenate([parts[d] for parts in layout]).tolist())
-        for layout in layouts
-        for d in range(devices)
-        if all(d < len(parts) for parts in layout)
-    }
-    return sorted(distinct) if devices > 1 else []
+    for n in (n for n in range(1, devices) if devices % n == 0):
+        groups = [range(i, i + n) for i in range(0, devices, n)]
+        groups += [range(i, devices, devices // n) for i in range(devices // n)]
+        for group, layout in product(groups, layouts):
+            parts = [parts[d] for parts in layout for d in group if d < len(parts)]
+            distinct.add(tuple(sorted(int(x) for part in parts for x in part)))
+    return sorted(distinct - {()}, key=lambda x: (len(x), x))
 
 
 def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
@@ -96,51 +159,16 @@ def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def accounts_for(
-    standard: Standard,
-    case: Case,
-    predicted: Floats,
-    terms: float,
-    leaves: Iterable[int] | None = None,
-    tolerance: float = 1.0,
-) -> bool:
-    """Whether a prediction is within rounding of the result, and much closer to it than one batch is.
-
-    Args:
-      terms: the sum of the coefficients of the results that the prediction combines.
-      leaves: indices of the leaves that it predicts; None: all.
-      tolerance: largest distance from the result, in multiples of the rounding bound.
-    """
-    prediction, one_batch = distances(standard, case, predicted, terms, leaves)
-    within = prediction <= max(tolerance, case.unexplained * one_batch)
-    return bool(within and one_batch >= 4 * prediction and one_batch > 1)
-
-
-def distances(
-    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
-) -> tuple[float, float]:
-    """Returns the distance of a prediction, and of one batch, from the result over the bound, in the worst leaf."""
-    chosen = np.array(case.among(range(len(predicted)) if leaves is None else leaves), np.intp)
-    near, far = (
-        standard.shares(case.result.floats, x, case.wide, 2 + terms)[chosen] for x in (predicted, standard.best.floats)
-    )
-    return float(near.max(initial=0)), float(far.max(initial=0))
-
-
-def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
-    return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]
+def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
+    """Returns the fraction of each unit that is among these rows."""
+    chosen = set(rows)
+    return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
 
 
 def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:
     """Returns plausible weights of microbatches: equal ones, then the total count of each microbatch's examples."""
     counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
     return [x / x.sum() for x in [np.ones(len(pieces)), *counted] if x.min() >= 0 and x.any()]
-
-
-def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
-    """Returns the fraction of each unit that is among these rows."""
-    chosen = set(rows)
-    return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
 
 
 def split_by(partition: str) -> str:

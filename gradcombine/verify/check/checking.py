@@ -11,14 +11,15 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_list, require_one_of
 from gradcombine.types import Tree
-from gradcombine.verify.check.divided_terms import Terms, require_right
-from gradcombine.verify.check.epsilons import other_constants
+from gradcombine.verify.check.case import Terms
+from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import as_floats
-from gradcombine.verify.check.measure import FLOAT32_UNIT, StepStandard
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Step, Subject
-from gradcombine.verify.check.standard import Floats
+from gradcombine.verify.check.measure import FLOAT32_UNIT
+from gradcombine.verify.check.programs import other_constants
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Split, Step, Subject
+from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -133,14 +134,14 @@ def checked(
     splits = splits_of(microbatches, devices, n)
     parts = ["one batch and its rounding noise", *map(str, splits), "one batch again"]
     progress(parts[0], 0, len(parts))
-    first, second = subject.divided(ONE_BATCH, batch), None
+    first, second = subject.run(ONE_BATCH, batch), None
     # Tracing leaks tracers into the state of a step that is not pure, which then raises or changes its result.
     subject.program(subject.step(ONE_BATCH), batch)
     with suppress(GradCombineError):
-        second = subject.divided(ONE_BATCH, batch)
+        second = subject.run(ONE_BATCH, batch)
     if second is None or _differs(first, second):
         return _not_repeatable(str(ONE_BATCH))
-    standard = StepStandard(subject, unit)
+    standard = Standard(subject, unit)
     if terms is not None:
         require_right(standard, terms)
     reference_floats, source = _reference(standard, reference)
@@ -189,7 +190,7 @@ def checked(
     for i, split in enumerate([ONE_BATCH, *splits]):
         progress(parts[i], i, len(parts))
         try:
-            result, repeated = subject.divided(split, batch), subject.divided(split, batch)
+            result, repeated = subject.run(split, batch), subject.run(split, batch)
         except NotFiniteError as error:
             add(Cause.NOT_FINITE, str(split), f"in leaf {error.path}")
             continue
@@ -203,7 +204,7 @@ def checked(
         if pad is not None:
             rows = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
             name, padded = f"{split} with {rows} rows of padding", pad(batch, rows)
-            result = subject.divided(split, padded)._replace(integers=standard.native.integers)
+            result = subject.run(split, padded)._replace(integers=standard.native.integers)
             if (share := distance(name, split, padded, result)) > 1:
                 add(Cause.PLACEHOLDERS, name, f"{share:.3g} times the rounding bound")
     unclear = ""
@@ -222,12 +223,12 @@ def checked(
     progress(parts[-1], len(parts) - 1, len(parts))
     if not faults and subject.reverse:
         in_reverse, split = subject.on(standard.reversed_batch), splits[-1]
-        result, name = in_reverse.divided(split, in_reverse.batch), f"{split} in reverse order"
+        result, name = in_reverse.run(split, in_reverse.batch), f"{split} in reverse order"
         if distance(name, split, in_reverse.batch, result, reverse=True) > 1:
-            reversed_standard = StepStandard(in_reverse, unit)
+            reversed_standard = Standard(in_reverse, unit)
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(cause, name, detail)
-    if _differs(first, subject.divided(ONE_BATCH, batch)):
+    if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction(standard.native.floats)
     not_checked: list[str] = []
@@ -292,7 +293,7 @@ def splits_of(microbatches: Sequence[int], devices: Sequence[int], examples: int
     return splits
 
 
-def _reference(standard: StepStandard, reference: Any) -> tuple[list[np.ndarray] | None, str]:
+def _reference(standard: Standard, reference: Any) -> tuple[list[np.ndarray] | None, str]:
     if reference is None:
         if standard.wide is None:
             return None, ""

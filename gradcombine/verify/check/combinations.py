@@ -1,60 +1,58 @@
-"""Hypotheses that a division is a linear combination of examples, with the weights of known defects or fitted ones."""
+"""Hypotheses that a division is a linear combination of examples or of microbatches, or one batch of other examples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import lcm
 
 import numpy as np
 
+from gradcombine.errors import GradCombineError
+from gradcombine.reporting.words import listed
 from gradcombine.verify.check.case import (
-    BY_NUMBER,
-    Answer,
     Case,
+    Prediction,
     accounts_for,
-    combined,
     on_devices,
     partitions,
     share_in,
     split_by,
+    weights_of,
 )
-from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import Split
-from gradcombine.verify.check.standard import SAME, flat
+from gradcombine.verify.check.leaves import flat
+from gradcombine.verify.check.measure import over
+from gradcombine.verify.check.programs import BY_NUMBER
+from gradcombine.verify.check.running import Floats, NotWide, Rows, Split
+from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
+Weighted = Iterator[tuple[Cause, str, np.ndarray]]
+"""Causes with their details and the weights of the examples that they predict."""
 
-def linear(standard: StepStandard, case: Case) -> Iterator[Answer]:
+
+def linear(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries weights of the examples that differ from those in one batch."""
-    c, leaves = standard.combination
-    leaves = case.among(leaves)
-    if c is None or not leaves or not np.isfinite(flat([*case.result.floats, *standard.best.floats])).all():
+    c, means = standard.combination
+    leaves = case.among(means)
+    if c is None or not leaves:
         return
-    columns = [None if x is None else x.floats for x in standard.columns()]
-
-    def accounts(x: np.ndarray) -> bool:
-        used = [(a, floats) for a, floats in zip(x, columns, strict=True) if floats is not None]
-        predicted = combined(np.array([a for a, _ in used]), [floats for _, floats in used])
-        return accounts_for(standard, case, predicted, float(np.abs(x).sum()), leaves)
-
     count, total = len(leaves), len(standard.names)
     scope = "" if count == total else f"; seen in the leaves that are means: {count} of {total}"
     for cause, detail, x in _combinations(standard, case, c):
-        if accounts(x):
-            yield cause, detail + scope
-            return
+        yield Prediction(cause, detail + scope, standard.mixed(x), float(np.abs(x).sum()), leaves)
 
 
-def scaled(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def scaled(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries a multiple of one batch if that is no mean of its examples, such as a clipped gradient."""
     leaves = case.among(range(len(standard.names)))
     factor = _factor(standard, case, leaves) if standard.combination[0] is None else 1.0
     if abs(factor - 1) > EPSILON:
-        predicted = [x * factor for x in standard.best.floats]
-        if accounts_for(standard, case, predicted, 1 + abs(factor), leaves):
-            yield Cause.SCALED, f"by {factor:.6g}"
+        floats = [x * factor for x in standard.best.floats]
+        yield Prediction(Cause.SCALED, f"by {factor:.6g}", floats, 1 + abs(factor), leaves)
 
 
-def _factor(standard: StepStandard, case: Case, leaves: Sequence[int]) -> float:
+def _factor(standard: Standard, case: Case, leaves: Sequence[int]) -> float:
     """Fits a division's result by a multiple of one batch; returns 1 for a single number, which always fits."""
     allowed = standard.allowed(False)
     used = [i for i in leaves if allowed[i] > 0]
@@ -66,9 +64,9 @@ EPSILON = 1e-5
 """Difference of a factor from 1 that is ignored: divisors add an epsilon to the count."""
 
 
-def _shares_in(standard: StepStandard, split: Split) -> dict[str, list[np.ndarray]]:
+def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
     """Returns the fraction of each unit in each part, for each partition of the examples."""
-    units = standard.units()
+    units = standard.units
     divided = {
         name: [share_in(units, rows) for rows in pieces]
         for name, pieces in partitions(standard.examples, split).items()
@@ -76,7 +74,7 @@ def _shares_in(standard: StepStandard, split: Split) -> dict[str, list[np.ndarra
     return {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
 
 
-def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
     """Yields the weights of the units under known defects."""
     k, devices = split
     n = standard.examples
@@ -95,9 +93,9 @@ def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tupl
         yield Cause.MEAN_OF_MEANS, text, means
         yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", means * len(pieces)
     for rows in on_devices(n, split):
-        kept = share_in(standard.units(), rows)
+        kept = share_in(standard.units, rows)
         if 0 < c @ kept < c.sum():
-            text = f"it is the sum over examples {listed(rows)}"
+            text = f"it is the sum over examples {_rows(rows)}"
             yield Cause.NOT_EXCHANGED, f"{text}, divided by their weight", c * kept / (c @ kept)
             yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all examples", c * kept
             text += ", divided by their weight and the number of devices"
@@ -119,7 +117,7 @@ DIVIDED_BY_REST = "; the rest is divided by its own weight"
 DIVIDED_BY_ALL = "; the rest is divided by the weight of all examples"
 
 
-def _combinations(standard: StepStandard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Weighted:
     """Yields the weights of the units under known defects, then those that are fitted to the result."""
     yield from _known(standard, case.split, c)
     factor = _factor(standard, case, case.among(standard.combination[1]))
@@ -139,13 +137,13 @@ def _combinations(standard: StepStandard, case: Case, c: np.ndarray) -> Iterator
 
 
 def _levels(
-    standard: StepStandard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
-) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    standard: Standard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
+) -> Weighted:
     """Yields causes that the fitted weights suggest, with the exact weights that they predict."""
     real = np.abs(c) > 1e-6 * np.abs(c).max()
     if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
         entering = ~real & (np.abs(x) > SAME * np.abs(c).max())
-        pairs = zip(entering, standard.columns(), strict=True)
+        pairs = zip(entering, standard.columns, strict=True)
         counts_alone = any(yes and y is not None and any(map(np.any, y.floats)) for yes, y in pairs)
         cause = Cause.SELECTION if counts_alone else Cause.PLACEHOLDERS
         yield cause, f"of weight 0 in one batch: {_examples(standard, entering)}", x
@@ -180,22 +178,23 @@ def _levels(
                 yield Cause.BY_PLACE, f"{text}, also with the examples reversed{split_by(name)}", exact
             cause = Cause.COEFFICIENTS if all(factors) else Cause.LOST
             yield cause, text + split_by(name), exact
-    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+    if case.all_are_means(standard):
         yield Cause.COEFFICIENTS, f"{r[real].min():.4g} to {r[real].max():.4g} times the right ones", x
 
 
 def _same_reversed(
-    standard: StepStandard, case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]
+    standard: Standard, case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]
 ) -> bool:
     """Whether the weights have the same factors, position by position, with the examples in reverse order."""
-    result = standard.division(case.split, case.wide, reverse=True) if len(c) == standard.examples else None
-    if result is None:
+    if len(c) != standard.examples or not standard.subject.reverse:
+        return False
+    try:
+        result = standard.run(case.split, standard.reversed_batch, case.wide)
+    except (NotWide, GradCombineError):
         return False
     x = c * sum(a * (p > 0)[::-1] for a, p in zip(factors, pieces, strict=True))
-    columns = [(a, y.floats) for a, y in zip(x, standard.columns(), strict=True) if y is not None]
-    predicted = combined(np.array([a for a, _ in columns]), [y for _, y in columns])
-    in_reverse = case._replace(result=result)
-    return accounts_for(standard, in_reverse, predicted, float(np.abs(x).sum()), standard.combination[1])
+    in_reverse, terms = case._replace(result=result), float(np.abs(x).sum())
+    return accounts_for(standard, in_reverse, standard.mixed(x), terms, standard.combination[1])
 
 
 def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
@@ -203,10 +202,125 @@ def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
     return sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
 
 
-def _examples(standard: StepStandard, chosen: np.ndarray) -> str:
-    rows = [row for unit, yes in zip(standard.units(), chosen, strict=True) if yes for row in unit]
-    return f"example{'s' if len(rows) > 1 else ''} {listed(rows)}" if rows else ""
+def _examples(standard: Standard, chosen: np.ndarray) -> str:
+    rows = [row for unit, yes in zip(standard.units, chosen, strict=True) if yes for row in unit]
+    return f"example{'s' if len(rows) > 1 else ''} {_rows(rows)}" if rows else ""
 
 
-def listed(rows: Sequence[int]) -> str:
-    return ", ".join(map(str, rows[:6])) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")
+def _rows(rows: Sequence[int]) -> str:
+    return listed([*map(str, rows)], 6)
+
+
+# --- combinations of microbatches ---
+
+
+def microbatches(standard: Standard, case: Case, copied: bool = True) -> Iterator[Prediction]:
+    """Tries the mean and the sum of one batch's results for each microbatch, for leaves that are no linear combination.
+
+    Args:
+      copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has a
+        minimum, as in max(count, 1), this changes the result.
+    """
+    if case.all_are_means(standard):
+        return
+    for name, pieces in partitions(standard.examples, case.split).items():
+        parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
+        floats = [part.floats for part in parts if part is not None]
+        if len(floats) < len(pieces):
+            continue
+        candidates = weights_of(standard, pieces)
+        fitted = standard.fit(case.result.floats, floats, case.wide, case.leaves)
+        if fitted is not None and abs(fitted.sum() - 1) < SAME:
+            candidates.append(fitted / fitted.sum())
+        for weights in (*candidates, np.ones(len(pieces))):
+            if accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
+                if (cause := _of_microbatches(standard, case, pieces, floats, weights)) is not None:
+                    yield Prediction(cause[0], cause[1] + split_by(name))
+                return
+
+
+def _of_microbatches(
+    standard: Standard, case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], weights: np.ndarray
+) -> tuple[Cause, str] | None:
+    """Returns the cause and the detail of a result that combines the microbatches' results with these weights."""
+    lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
+    if lost:
+        kept = tuple(row for row in range(standard.examples) if row not in lost)
+        cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
+        return cause, f"examples {_rows(lost)} are missing"
+    best = standard.best.floats
+    norm = _common_norm([best, *floats, *(x.floats for x in standard.columns if x is not None)])
+    if norm is not None:
+        return Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}"
+    if weights.sum() > 1 + SAME:
+        cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
+        return cause, "it is the sum of the microbatches' separate results"
+    if np.ptp(weights) < SAME and (total := standard.total) is not None:
+        return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
+    if not standard.excluded:
+        return None
+    low, high = weights.min(), weights.max()
+    equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
+    distance = over(float(np.linalg.norm(flat(case.result.floats) - flat(best))), float(np.linalg.norm(flat(best))))
+    text = f"the mean of their separate results, with {equal}, is {distance:.2g} of one batch's norm away"
+    return Cause.STATISTICS, text
+
+
+def _common_norm(results: Sequence[Floats]) -> str | None:
+    """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound."""
+    vectors = [flat(floats) for floats in results]
+    norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
+    for values, text in ((norms, "a norm of {:.6g}"), (maxima, "a largest element of {:.6g}")):
+        top = max(values)
+        largest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
+        if top > 0 and any(np.abs(x - largest[0]).max() > SAME * top for x in largest):
+            return text.format(top)
+    return None
+
+
+def _repeated_maximum(sizes: np.ndarray) -> float:
+    """Returns the maximum if several elements share it, as after clipping by value; else 0."""
+    *_, second, first = np.sort(np.append(sizes, [0, 0]))
+    return float(first) if second >= first * (1 - 1e-5) else 0.0
+
+
+# --- one batch with repeated or missing examples, for nonlinear steps ---
+
+MOST_ROWS = 256
+"""Maximal size of a batch in which examples are repeated."""
+
+
+def repeated(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Runs the full step on batches with repeated or missing examples, for Adam or clipping of the mean."""
+    if standard.gradient_examined or case.all_are_means(standard):
+        return  # explained by the gradient, at a lower cost: each number of rows needs a compilation
+    for cause, detail, repeats in chain(_as_means(standard, case), _as_lost(standard.examples, case)):
+        if repeats.sum() <= MOST_ROWS:
+            rows = np.repeat(np.arange(standard.examples), repeats.astype(int)).tolist()
+            if (result := standard.one(rows)) is not None:
+                text = f"{detail}; confirmed by one batch of {len(rows)} rows with these weights"
+                yield Prediction(cause, text, result.floats, 1)
+
+
+def _as_lost(n: int, case: Case) -> Weighted:
+    for rows in on_devices(n, case.split):
+        yield Cause.NOT_EXCHANGED, f"it is the result of rows {_rows(rows)}", 1.0 * np.isin(np.arange(n), rows)
+    for name, pieces in partitions(n, case.split).items():
+        for rows in pieces:
+            inside = np.isin(np.arange(n), rows)
+            yield Cause.LOST, f"rows {_rows(rows)}{split_by(name)}", 1 - inside
+            yield Cause.DOUBLED, f"rows {_rows(rows)}{split_by(name)}", 1 + inside
+
+
+def _as_means(standard: Standard, case: Case) -> Weighted:
+    """Gives microbatches equal weights, with counts of the examples from a leaf of the batch such as a mask."""
+    n = standard.examples
+    for counts in standard.counts():
+        for name, pieces in partitions(n, case.split).items():
+            weights = [int(counts[list(rows)].sum()) for rows in pieces]
+            if np.all(counts == np.round(counts)) and min(weights) > 0 and len(set(weights)) > 1:
+                repeats, multiple = np.zeros(n, object), lcm(*weights)  # may exceed 64 bits
+                for rows, weight in zip(pieces, weights, strict=True):
+                    repeats[list(rows)] = multiple // weight
+                text = f"they weigh from {min(weights)} to {max(weights)} in one batch{split_by(name)}"
+                yield Cause.MEAN_OF_MEANS, text, repeats

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
-from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import NotWide, Rows
-from gradcombine.verify.check.standard import Floats
-
-Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
-"""Function of parameters and examples that returns each term's gradient, summed over the examples, and its weight."""
+from gradcombine.verify.check.case import Case, Prediction, Terms, accounts_for, distances, partitions, split_by
+from gradcombine.verify.check.programs import dividing
+from gradcombine.verify.check.running import Floats, NotWide, Rows
+from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.step_report import Cause
 
 
 class Part(NamedTuple):
@@ -44,7 +43,7 @@ class Divided(NamedTuple):
     wrong: Sequence[Floats] = ()
 
 
-def measured(standard: StepStandard, terms: Terms, rows: Rows) -> Part:
+def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
     """Evaluates the terms on some examples, in float64 if one batch runs in float64.
 
     Raises:
@@ -112,7 +111,26 @@ def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
         yield Divided(text, [np.sum(column, axis=0) for column in columns], [x.floats for x in wrong])
 
 
-def require_right(standard: StepStandard, terms: Terms) -> None:
+def divided(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries known divisors of each term of the loss; the first of the closest predictions wins."""
+    if case.terms is None or standard.subject.returns_params:
+        return
+    all_terms = measured(standard, case.terms, tuple(range(standard.examples)))
+    # Divisors may include an epsilon, whose effect is larger with the smaller count of a microbatch.
+    right = case._replace(result=standard.best)
+    epsilons = distances(standard, right, next(divisions([all_terms])).floats, 4)[0]
+    for name, pieces in partitions(standard.examples, case.split).items():
+        count, parts = len(pieces), [measured(standard, case.terms, rows) for rows in pieces]
+        candidates = list(divisions(parts))
+        near = [distances(standard, case, x.floats, count)[0] for x in candidates]
+        best = next(x for x, distance in zip(candidates, near, strict=True) if distance <= max(1.0, 2 * min(near)))
+        tolerance = max(1.0, 2 * count * epsilons)
+        if best.text and accounts_for(standard, case, best.floats, count, tolerance=tolerance):
+            line = dividing(standard.subject, case.split, best.wrong)
+            yield Prediction(Cause.DENOMINATOR, best.text + split_by(name), line=line)
+
+
+def require_right(standard: Standard, terms: Terms) -> None:
     """Raises for malformed terms, and for terms that do not add up to the gradient of one batch."""
     part, shares = _compared(standard, terms)
     worst = int(shares.argmax())
@@ -124,14 +142,14 @@ def require_right(standard: StepStandard, terms: Terms) -> None:
         )
 
 
-def are_right(standard: StepStandard, terms: Terms) -> bool:
+def are_right(standard: Standard, terms: Terms) -> bool:
     try:
         return bool(_compared(standard, terms)[1].max() <= 1)
     except GradCombineError:  # gradients of other shapes
         return False
 
 
-def _compared(standard: StepStandard, terms: Terms) -> tuple[Part, np.ndarray]:
+def _compared(standard: Standard, terms: Terms) -> tuple[Part, np.ndarray]:
     """Returns the terms of all examples, and the distance of their sum from one batch (0 for new parameters)."""
     part = measured(standard, terms, tuple(range(standard.examples)))
     if standard.subject.returns_params:

@@ -11,35 +11,36 @@ add up to 1 and are fitted by least squares. The division's gradient is ``sum_e 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from math import lcm
+from functools import partial
 
+import ml_dtypes
 import numpy as np
 
-from gradcombine.verify.check import divided_terms as terms
-from gradcombine.verify.check import elements, moves
+from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import (
-    Answer,
     Case,
-    Located,
-    accounts_for,
-    combined,
-    distances,
-    on_devices,
+    Hypothesis,
+    Prediction,
+    Terms,
+    explained,
     partitions,
+    share_in,
     split_by,
-    weights_of,
 )
-from gradcombine.verify.check.combinations import linear, listed, scaled
+from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled
+from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import HIDDEN, before_update, hidden_by_update
-from gradcombine.verify.check.lines import dividing, line_of
-from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import ONE_BATCH, NotWide, Result, Split
-from gradcombine.verify.check.standard import SAME, Floats, flat, over
+from gradcombine.verify.check.leaves import flat
+from gradcombine.verify.check.measure import gamma, rms
+from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
+from gradcombine.verify.check.programs import line_of
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
+from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_report import Cause
+from gradcombine.verify.compare.ulp import rounding_unit
 
 
-def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
+def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     """Returns the cause of a difference, its detail, and the source line.
 
     Tries hypotheses that explain all leaves, then all leaves that differ (a loss among them may be right), then most of
@@ -49,21 +50,27 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
     differing = tuple(np.flatnonzero(shares > 1).tolist())
     order_dependent = () if standard.draws else standard.order_dependent
     order_free = tuple(i for i in differing if i not in order_dependent)
-    # Leaves that depend on the order of the examples, such as a queue in the state, are ignored if others differ, too.
-    ignores_leaves = bool(order_dependent and order_free)
     leaves = order_free or differing
     in_leaves, part = f"in {len(leaves)} of {len(shares)} leaves", case._replace(leaves=leaves)
-    nearly = f"explains all but {UNEXPLAINED_PART:.0%} or less of the difference, {in_leaves}"
-    for answers, text in (
-        (() if ignores_leaves else _answers(standard, case), ""),
-        (_answers(standard, part) if len(leaves) < len(shares) else (), in_leaves),
-        (_most(standard, case, leaves), ""),
-        (_nearly(standard, part._replace(unexplained=UNEXPLAINED_PART)), nearly),
-    ):
-        for cause, detail, *located in answers:
-            line = located[0] if located else line_of(cause, detail, standard.subject, case.split)
-            return cause, "; ".join(filter(None, (detail, text))), line
-    text = _distance(standard, case)
+
+    def attempts() -> Iterator[tuple[Sequence[Hypothesis], Case, str]]:
+        # Leaves that depend on the order of the examples, such as a queue in the state, are ignored if others differ.
+        if not order_dependent or not order_free:
+            yield HYPOTHESES, case, ""
+        if len(leaves) < len(shares):
+            yield HYPOTHESES, part, in_leaves
+        yield [partial(_most, differing=leaves)], case, ""
+        if not standard.depends_on_order:
+            text = f"explains all but {UNEXPLAINED_PART:.0%} or less of the difference, {in_leaves}"
+            yield SMOOTH, part._replace(unexplained=UNEXPLAINED_PART), text
+
+    for hypotheses, tried, text in attempts():
+        if (x := explained(standard, tried, hypotheses)) is not None:
+            line = line_of(x.cause, x.detail, standard.subject, case.split) if x.line is None else x.line
+            return x.cause, "; ".join(filter(None, (x.detail, text))), line
+    worst = int(shares.argmax())
+    precision = "float64" if case.wide else "the step's precision"
+    text = f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
     if standard.subject.returns_params and not standard.depends_on_order:
         text += "; a step that returns gradients instead of new parameters may show more"
     if standard.subject.returns_params and case.terms is not None:
@@ -71,7 +78,7 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
     return Cause.UNEXPLAINED, text, ""
 
 
-def case_of(standard: StepStandard, split: Split, native: Result, loss_terms: terms.Terms | None) -> Case:
+def case_of(standard: Standard, split: Split, native: Result, loss_terms: Terms | None) -> Case:
     """Returns the case of a division, in float64 if the division and one batch run in it."""
     if standard.wide is not None:
         try:
@@ -81,16 +88,6 @@ def case_of(standard: StepStandard, split: Split, native: Result, loss_terms: te
     return Case(split, native, native, wide=False, terms=loss_terms)
 
 
-def _nearly(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Tries hypotheses that may leave a small part unexplained.
-
-    Hypotheses about single rows are excluded, because Adam's first step hardly distinguishes them.
-    """
-    if not standard.depends_on_order:
-        for cause_of in (moves.added, linear, moves.moved, moves.decayed):
-            yield from cause_of(standard, case)
-
-
 UNEXPLAINED_PART = 0.03
 """Fraction of the difference that a hypothesis may leave unexplained if no exact one is found."""
 
@@ -98,208 +95,125 @@ MIN_ELEMENTS = 8
 """Minimal number of elements of a leaf that is explained alone."""
 
 
-def _most(standard: StepStandard, case: Case, differing: Sequence[int]) -> Iterator[Answer]:
+def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[Prediction]:
     """Yields causes that explain most of the leaves that differ, each leaf alone."""
-    by_cause: dict[Cause, list[tuple[int, str]]] = {}
+    sizes, by_cause = [x.size for x in standard.best.floats], dict[Cause, list[tuple[int, str]]]()
     for i in differing:
-        alone = case._replace(leaves=(i,))
-        if standard.best.floats[i].size >= MIN_ELEMENTS:
-            for cause, detail, *_ in chain(_microbatches(standard, alone), linear(standard, alone)):
-                by_cause.setdefault(cause, []).append((i, detail))
-                break
-    sizes = [x.size for x in standard.best.floats]
+        if sizes[i] >= MIN_ELEMENTS:
+            x = explained(standard, case._replace(leaves=(i,)), (microbatches, linear))
+            if x is not None:
+                by_cause.setdefault(x.cause, []).append((i, x.detail))
     for cause, seen in by_cause.items():
         if 2 * sum(sizes[i] for i, _ in seen) > sum(sizes[i] for i in differing):
-            yield cause, f"{seen[0][1]}; seen in {', '.join(standard.names[i] for i, _ in seen[:3])}, not in all leaves"
-
-
-def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
-    yield from _counted(standard, case)
-    if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
-        yield Cause.PRECISION, "in float64 it equals one batch, so its additions round too coarsely"
-        return
-    if standard.depends_on_order and case.leaves is None:
-        yield from _random(standard, case)
-        return
-    yield from moves.added(standard, case)
-    if case.terms is not None and standard.subject.returns_params:
-        yield from _before_update(standard, case)
-    yield from _divided(standard, case)
-    yield from _microbatches(standard, case)
-    yield from moves.averaged(standard, case, by_all=True)
-    yield from linear(standard, case)
-    yield from _padded(standard, case)
-    yield from moves.moved(standard, case)
-    yield from moves.advanced(standard, case)
-    yield from moves.decayed(standard, case)
-    yield from _ignored(standard, case)
-    yield from _before_update(standard, case)
-    yield from _repeated(standard, case)
-    yield from moves.averaged(standard, case, by_all=False)
-    yield from scaled(standard, case)
-    yield from _microbatches(standard, case, copied=False)
-    yield from elements.scattered(standard, case)
-    yield from elements.narrow(standard, case)
-
-
-def _distance(standard: StepStandard, case: Case) -> str:
-    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
-    worst = int(shares.argmax())
-    precision = "float64" if case.wide else "the step's precision"
-    return f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
+            names = ", ".join(standard.names[i] for i, _ in seen[:3])
+            yield Prediction(cause, f"{seen[0][1]}; seen in {names}, not in all leaves")
 
 
 # --- hypotheses that do not use the results of single examples ---
 
 
-def _counted(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Compares integers of the result, such as step counts."""
     for a, b in zip(standard.native.integers, case.native.integers, strict=True):
         if a.shape == b.shape and np.any(a != b):
             at = np.unravel_index(np.argmax(a != b), a.shape)
-            yield Cause.COUNTED, f"an integer in the result is {b[at]} instead of {a[at]}"
-            return
+            yield Prediction(Cause.COUNTED, f"an integer in the result is {b[at]} instead of {a[at]}")
 
 
-def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def rounded(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Compares the results in float64."""
+    if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
+        yield Prediction(Cause.PRECISION, "in float64 it equals one batch, so its additions round too coarsely")
+
+
+def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Runs copies of one microbatch: if all use the same key, the number of copies does not change the result."""
+    if case.leaves is not None or not standard.depends_on_order:
+        return
     subject, k = standard.subject, case.split.microbatches
     if not standard.draws:
-        yield Cause.NEIGHBOURS, "no random numbers are drawn"
+        yield Prediction(Cause.NEIGHBOURS, "no random numbers are drawn")
         return
     size = subject.examples // k if subject.examples % k == 0 else 1
     first = list(range(size))
-    others = [x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k]
-    run = standard.in_float64 if case.wide else subject.divided
-    result = run(case.split, subject.rows(first * (k * case.split.devices)))
-    for other in others:
+    result = standard.run(case.split, subject.rows(first * (k * case.split.devices)), case.wide)
+    for other in (x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k):
         try:
-            copies = run(other, subject.rows(first * other.microbatches))
-        except (NotWide, ValueError):
+            copies = standard.run(other, subject.rows(first * other.microbatches), case.wide)
+        except (NotWide, GradCombineError):
             continue
         if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
-            yield Cause.KEY, f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
-            return
-    yield Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can"
+            text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
+            yield Prediction(Cause.KEY, text)
+    yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")
 
 
-def _divided(standard: StepStandard, case: Case) -> Iterator[Located]:
-    """Tries known divisors of each term of the loss; the first of the closest predictions wins."""
-    if case.terms is None or standard.subject.returns_params:
+def padded(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries rows of zeros that pad the last microbatch."""
+    n, subject = standard.examples, standard.subject
+    padding = -n % (case.split.microbatches * case.split.devices)
+    if not padding:
         return
-    all_terms = terms.measured(standard, case.terms, tuple(range(standard.examples)))
-    # Divisors may include an epsilon, whose effect is larger with the smaller count of a microbatch.
-    right = case._replace(result=standard.best)
-    epsilons = distances(standard, right, next(terms.divisions([all_terms])).floats, 4)[0]
-    for name, pieces in partitions(standard.examples, case.split).items():
-        candidates = list(terms.divisions([terms.measured(standard, case.terms, rows) for rows in pieces]))
-        tolerance = max(1.0, 2 * len(pieces) * epsilons)
-        near = [distances(standard, case, x.floats, len(pieces))[0] for x in candidates]
-        best = next(x for x, distance in zip(candidates, near, strict=True) if distance <= max(1.0, 2 * min(near)))
-        if best.text and accounts_for(standard, case, best.floats, len(pieces), tolerance=tolerance):
-            yield Cause.DENOMINATOR, best.text + split_by(name), dividing(standard.subject, case.split, best.wrong)
-            return
-
-
-# --- combinations of microbatches ---
-
-
-def _microbatches(standard: StepStandard, case: Case, copied: bool = True) -> Iterator[Answer]:
-    """Tries the mean and the sum of one batch's results for each microbatch, for leaves that are no linear combination.
-
-    Args:
-      copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has a
-        minimum, as in max(count, 1), this changes the result.
-    """
-    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+    try:
+        zeros = subject.run(ONE_BATCH, subject.zeros(), standard.wide is not None).floats
+    except (NotWide, GradCombineError):
         return
-    for name, pieces in partitions(standard.examples, case.split).items():
-        parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
-        if any(part is None for part in parts):
-            continue
-        floats = [part.floats for part in parts if part is not None]
-        candidates = weights_of(standard, pieces)
-        fitted = standard.fit(case.result.floats, floats, case.wide, case.leaves)
-        if fitted is not None and abs(fitted.sum() - 1) < SAME:
-            candidates.append(fitted / fitted.sum())
-        candidates.append(np.ones(len(pieces)))
-        for weights in candidates:
-            if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
-                continue
-            lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
-            if lost:
-                kept = tuple(row for row in range(standard.examples) if row not in lost)
-                cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
-                yield cause, f"examples {listed(lost)} are missing{split_by(name)}"
-                return
-            norm = _common_norm(
-                [standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)]
-            )
-            if norm is not None:
-                yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{split_by(name)}"
-            elif weights.sum() > 1 + SAME:
-                cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
-                yield cause, f"it is the sum of the microbatches' separate results{split_by(name)}"
-            elif np.ptp(weights) < SAME and (total := standard.total) is not None:
-                text = f"the weights of the single examples' results add up to {total:.4g} in one batch"
-                yield Cause.MEAN_OF_MEANS, text + split_by(name)
-            elif standard.excluded:
-                low, high, best = weights.min(), weights.max(), flat(standard.best.floats)
-                equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
-                distance = over(float(np.linalg.norm(flat(case.result.floats) - best)), float(np.linalg.norm(best)))
-                text = f"the mean of their separate results, with {equal}, is {distance:.2g} of one batch's norm away"
-                yield Cause.STATISTICS, text + split_by(name)
-            return
+    floats = [(n * x + padding * z) / (n + padding) for x, z in zip(standard.best.floats, zeros, strict=True)]
+    detail = f"the last microbatch is padded with {padding} rows of zeros"
+    yield Prediction(Cause.PLACEHOLDERS, detail, floats, 2, standard.combination[1])
 
 
-def _common_norm(results: Sequence[Floats]) -> str | None:
-    """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound."""
-    vectors = [flat(floats) for floats in results]
-    norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
-    for values, text in ((norms, "a norm of {:.6g}"), (maxima, "a largest element of {:.6g}")):
-        top = max(values)
-        largest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
-        if top > 0 and any(np.abs(x - largest[0]).max() > SAME * top for x in largest):
-            return text.format(top)
-    return None
+def ignored(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tests whether the division depends on the contents of an example that one batch ignores."""
+    c, subject, n = standard.weights, standard.subject, standard.examples
+    if c is None or len(c) != n or not np.any(c == 0):
+        return
+    real, unused = int(np.argmax(c)), int(np.argmax(c == 0))
+    for batch in subject.with_row_of(unused, real):
+        one, other = (subject.run(x, batch).floats for x in (ONE_BATCH, case.split))
+        if (
+            standard.shares(one, standard.native.floats, wide=False).max() <= 1
+            and standard.shares(other, case.native.floats, wide=False).max() > 1
+        ):
+            text = f"one batch ignores the contents of example {unused}, this division does not"
+            yield Prediction(Cause.PLACEHOLDERS, text)
 
 
-def _repeated_maximum(sizes: np.ndarray) -> float:
-    """Returns the maximum if several elements share it, as after clipping by value; else 0."""
-    *_, second, first = np.sort(np.append(sizes, [0, 0]))
-    return float(first) if second >= first * (1 - 1e-5) else 0.0
+# --- gradients that reach an optimizer ---
 
 
-def _before_update(standard: StepStandard, case: Case) -> Iterator[Located]:
-    """Explains the difference between the gradients that reach an optimizer."""
-    if not standard.subject.returns_params or case.leaves is not None:
+def at_optimizer(standard: Standard, case: Case, terms: bool) -> Iterator[Prediction]:
+    """Explains the difference between the gradients that reach an optimizer, for cases with terms or for others."""
+    if not standard.subject.returns_params or case.leaves is not None or terms != (case.terms is not None):
         return
     for inner in before_update(standard, case):
-        native = inner.subject.divided(case.split, inner.subject.batch)
-        loss_terms = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
-        cause, detail, line = explain(inner, case_of(inner, case.split, native, loss_terms))
+        _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined = True
         if cause is not Cause.UNEXPLAINED:
-            yield cause, f"{detail}; in the gradient that reaches the optimizer", line
-            return
+            yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
 
 
-def hidden(standard: StepStandard, split: Split, loss_terms: terms.Terms | None) -> tuple[Cause, str, str] | None:
+def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause, str, str] | None:
     """Explains a difference of gradients that the optimizer hides, so that results are equal.
 
     Returns None if there is no difference, or one that may be intended, such as a loss scale.
     """
     answer: tuple[Cause, str, str] | None = None
     for inner in hidden_by_update(standard, split):
-        native = inner.subject.divided(split, inner.subject.batch)
-        inner_terms = loss_terms if loss_terms is not None and terms.are_right(inner, loss_terms) else None
-        cause, detail, line = explain(inner, case_of(inner, split, native, inner_terms))
+        native, (cause, detail, line) = _explain_inner(inner, split, terms)
         if cause in CERTAIN:
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
         if not _is_scaled(flat(inner.best.floats), flat(native.floats)):
             text = "a difference of the gradients that reach the optimizer, which hides it in this step"
             answer = Cause.UNEXPLAINED, text, ""
     return answer
+
+
+def _explain_inner(inner: Standard, split: Split, terms: Terms | None) -> tuple[Result, tuple[Cause, str, str]]:
+    """Returns the gradient of a division, and the explanation of its difference from that of one batch."""
+    native = inner.subject.run(split, inner.subject.batch)
+    right = terms if terms is not None and are_right(inner, terms) else None
+    return native, explain(inner, case_of(inner, split, native, right))
 
 
 CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, Cause.DENOMINATOR)
@@ -311,79 +225,112 @@ def _is_scaled(one: np.ndarray, divided: np.ndarray) -> bool:
     return float(np.linalg.norm(divided - factor * one)) <= HIDDEN * float(np.linalg.norm(divided))
 
 
-# --- one batch with repeated or missing examples, for nonlinear steps ---
-
-MOST_ROWS = 256
-"""Maximal size of a batch in which examples are repeated."""
+# --- single elements of a result ---
 
 
-def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Runs the full step on batches with repeated or missing examples, for Adam or clipping of the mean."""
-    n = standard.examples
-    if standard.gradient_examined or not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
-        return  # explained by the gradient, at a lower cost: each number of rows needs a compilation
-    examples = np.arange(n)
-    for cause, detail, repeats in chain(_as_means(standard, case), _as_lost(n, case)):
-        if repeats.sum() > MOST_ROWS:
-            continue
-        rows = np.repeat(examples, repeats.astype(int))
-        result = standard.one(rows.tolist())
-        if result is not None and accounts_for(standard, case, result.floats, 1):
-            yield cause, f"{detail}; confirmed by one batch of {len(rows)} rows with these weights"
-            return
+def scattered(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries rows of a leaf that keep one contribution out of several."""
+    units = len(standard.units)
+    c = np.full(units, 1 / units) if standard.weights is None else standard.weights
+    groups: list[tuple[str, list[Floats]]] = []
+    columns = [x.floats for x in standard.columns if x is not None]
+    if len(columns) == units:
+        groups.append(("examples", [[a * y for y in floats] for a, floats in zip(c, columns, strict=True)]))
+    for name, pieces in partitions(standard.examples, case.split).items():
+        parts = [x.floats for rows in pieces if (x := standard.repeated(rows)) is not None]
+        if len(parts) == len(pieces):
+            weights = [float(c @ share_in(standard.units, rows)) for rows in pieces]
+            terms: list[Floats] = [[a * y for y in floats] for a, floats in zip(weights, parts, strict=True)]
+            groups.append((f"microbatches{split_by(name)}", terms))
+    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
+    allowed = standard.allowed(case.wide)
+    for name, terms in groups:
+        count = 0
+        for i, share in enumerate(shares):
+            if share <= 1:
+                continue
+            one, result = standard.best.floats[i], case.result.floats[i]
+            if one.ndim < 2:
+                break
+            stack = np.stack([term[i] for term in terms]).reshape(len(terms), len(one), -1)
+            errors = np.sqrt(np.mean(np.square(result.reshape(len(one), -1) - one.reshape(len(one), -1)), axis=1))
+            wrong = errors > 4 * allowed[i]
+            each = np.sqrt(np.mean(np.square(stack - result.reshape(1, len(one), -1)), axis=2)).min(axis=0)
+            several = (np.abs(stack).max(axis=2) > 0).sum(axis=0) > 1
+            if not wrong.any() or np.any(each[wrong] > 4 * allowed[i]) or not several[wrong].all():
+                break
+            count += int(wrong.sum())
+        else:
+            if count:
+                yield Prediction(Cause.SCATTER, f"{count} rows keep one contribution out of several {name}")
 
 
-def _as_lost(n: int, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    for rows in on_devices(n, case.split):
-        yield Cause.NOT_EXCHANGED, f"it is the result of rows {listed(rows)}", 1.0 * np.isin(np.arange(n), rows)
-    for name, pieces in partitions(n, case.split).items():
-        for rows in pieces:
-            inside = np.isin(np.arange(n), rows)
-            yield Cause.LOST, f"rows {listed(rows)}{split_by(name)}", 1 - inside
-            yield Cause.DOUBLED, f"rows {listed(rows)}{split_by(name)}", 1 + inside
+NARROW = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+"""Dtypes of narrow accumulators; the second one has more digits."""
+
+MIN_NARROW = 16
+"""Minimal number of elements beyond the rounding bound at which an accumulator is blamed."""
+
+CORRELATED = 0.9
+"""Correlation of two errors above which they are not due to rounding."""
 
 
-def _as_means(standard: StepStandard, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """Gives microbatches equal weights, with counts of the examples from a leaf of the batch such as a mask."""
-    n = standard.examples
-    for counts in standard.counts():
-        for name, pieces in partitions(n, case.split).items():
-            weights = [int(counts[list(rows)].sum()) for rows in pieces]
-            if np.all(counts == np.round(counts)) and min(weights) > 0 and len(set(weights)) > 1:
-                repeats, multiple = np.zeros(n, object), lcm(*weights)  # may exceed 64 bits
-                for rows, weight in zip(pieces, weights, strict=True):
-                    repeats[list(rows)] = multiple // weight
-                text = f"they weigh from {min(weights)} to {max(weights)} in one batch{split_by(name)}"
-                yield Cause.MEAN_OF_MEANS, text, repeats
+def narrow(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries 16-bit rounding in each element, uncorrelated with that under another number of microbatches.
 
-
-def _padded(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Tries rows of zeros that pad the last microbatch."""
-    n, parts = standard.examples, case.split.microbatches * case.split.devices
-    padding = -n % parts
-    if not padding:
+    Excludes other causes: an added term such as weight decay does not shrink with an element's gradients, and a change
+    at each microbatch is the same for twice as many microbatches, but twice as large.
+    """
+    k, devices = case.split
+    other = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices)
+    columns = [x.floats for x in standard.columns if x is not None]
+    if other.microbatches < 2 or len(columns) < len(standard.units):
         return
-    subject = standard.subject
     try:
-        zeros = subject.wide(ONE_BATCH, subject.zeros()) if standard.wide else subject.run(ONE_BATCH, subject.zeros())
-    except (NotWide, ValueError):
+        second = standard.subject.run(other, standard.subject.batch)
+    except GradCombineError:
         return
-    predicted = [(n * x + padding * z) / (n + padding) for x, z in zip(standard.best.floats, zeros.floats, strict=True)]
-    if accounts_for(standard, case, predicted, 2, standard.combination[1]):
-        yield Cause.PLACEHOLDERS, f"the last microbatch is padded with {padding} rows of zeros"
+    weights = standard.estimated_weights
+    c = np.full(len(columns), 1 / len(columns)) if weights is None else np.abs(weights)
+    sizes = flat(combined(c, [[np.abs(x) for x in floats] for floats in columns]))
+    one = standard.best.floats
+    allowed = np.repeat(2 * standard.allowed(False), [x.size for x in one])
+    errors = [flat(x.floats) - flat(one) for x in (case.native, second)]
+    norms = [float(np.linalg.norm(x)) for x in errors]
+    correlation = float(errors[0] @ errors[1]) / max(norms[0] * norms[1], 1e-300)
+    if np.count_nonzero(np.abs(errors[0]) > allowed) < MIN_NARROW or correlation > CORRELATED:
+        return
+    units = [gamma(2 * split.microbatches + 1, rounding_unit(NARROW[0])) for split in (case.split, other)]
+    if all(np.all(np.abs(x) <= u * sizes + allowed) for x, u in zip(errors, units, strict=True)):
+        size, other_size = map(rms, errors)
+        text = f"errors are within 16-bit rounding: {size:.3g} on average, and {other_size:.3g} with {other}"
+        yield Prediction(Cause.PRECISION, text)
 
 
-def _ignored(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Tests whether the division depends on the contents of an example that one batch ignores."""
-    c, subject, n = standard.weights, standard.subject, standard.examples
-    if c is None or len(c) != n or not np.any(c == 0):
-        return
-    real, ignored = int(np.argmax(c)), int(np.argmax(c == 0))
-    for batch in subject.with_row_of(ignored, real):
-        one, divided = subject.divided(ONE_BATCH, batch), subject.divided(case.split, batch)
-        if (
-            standard.shares(one.floats, standard.native.floats, wide=False).max() <= 1
-            and standard.shares(divided.floats, case.native.floats, wide=False).max() > 1
-        ):
-            yield Cause.PLACEHOLDERS, f"one batch ignores the contents of example {ignored}, this division does not"
-            return
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    counted,
+    rounded,
+    in_order,
+    added,
+    partial(at_optimizer, terms=True),
+    divided,
+    microbatches,
+    partial(averaged, by_all=True),
+    linear,
+    padded,
+    moved,
+    advanced,
+    decayed,
+    ignored,
+    partial(at_optimizer, terms=False),
+    repeated,
+    partial(averaged, by_all=False),
+    scaled,
+    partial(microbatches, copied=False),
+    scattered,
+    narrow,
+)
+"""In the order in which they are tried; the first one that explains the difference wins."""
+
+SMOOTH: tuple[Hypothesis, ...] = (added, linear, moved, decayed)
+"""Hypotheses that may leave a small part of the difference unexplained; Adam's first step hardly distinguishes rows."""

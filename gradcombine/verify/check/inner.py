@@ -20,15 +20,16 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import perturbation
-from gradcombine.verify.check.lines import scope_of
-from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64, StepStandard
+from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
+from gradcombine.verify.check.programs import scope_of
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
+from gradcombine.verify.check.standard import Standard
 
 CUTS = 2
 """Maximal number of points at which a step is cut off."""
 
 
-def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
+def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
     """Yields the step up to the gradients that reach the optimizer, for the earliest cuts that predict the result."""
     subject, cuts = standard.subject, 0
     if subject.framework == "torch":
@@ -46,10 +47,9 @@ def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
         replaced = [divided_values[counterparts[i]] if i in counterparts else x for i, x in enumerate(values)]
         chosen = np.array([i in counterparts for i in range(len(values))])
         try:
-            run = subject.wide if case.wide else subject.run
-            predicted = run(ONE_BATCH, (subject.batch, replaced, chosen), step=one.rest).floats
+            predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
             if accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
-                yield StepStandard(_up_to(subject, length), standard.unit)
+                yield Standard(_up_to(subject, length), standard.unit)
                 cuts += 1
         except (NotWide, NotFiniteError, ValueError):
             continue
@@ -62,7 +62,7 @@ HIDDEN = 1e-3
 float64 at least 16 units of rounding."""
 
 
-def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStandard]:
+def hidden_by_update(standard: Standard, split: Split) -> Iterator[Standard]:
     """Yields the step up to gradients at the optimizer that differ by more than `HIDDEN`, for the earliest cuts."""
     subject = standard.subject
     # In a narrow dtype, rounding would look like a difference.
@@ -86,7 +86,7 @@ def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStand
         if not _far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
             return
         try:
-            inner = StepStandard(_up_to(subject, length), standard.unit)
+            inner = Standard(_up_to(subject, length), standard.unit)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
             return
         yield inner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -117,6 +117,11 @@ def as_floats(x: np.ndarray) -> np.ndarray:
     """Returns the array in float64, with complex numbers as pairs along a last axis."""
     wide = widened(x)
     return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
+
+
+def flat(arrays: Iterable[np.ndarray | None]) -> np.ndarray:
+    """Returns the elements of all arrays as one float64 vector."""
+    return np.concatenate([np.zeros(0), *(x.ravel().astype(np.float64) for x in arrays if x is not None)])
 
 
 def _is_sparse(x: Any) -> bool:

@@ -19,11 +19,13 @@ from functools import cached_property
 import numpy as np
 
 from gradcombine.types import Tree
-from gradcombine.verify.check import precision
-from gradcombine.verify.check.leaves import perturbation
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Subject
-from gradcombine.verify.check.standard import EACH, Floats, Standard, flat, gamma, over, rms
+from gradcombine.verify.check import programs
+from gradcombine.verify.check.leaves import flat, perturbation
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Rows, Split, Subject
 from gradcombine.verify.compare.ulp import rounding_unit
+
+EACH = 64
+"""Number of examples up to which each is run alone; larger batches are run in that many groups."""
 
 TIMES = 16
 """Multiple of the measured noise that is allowed."""
@@ -37,28 +39,30 @@ WIDE_TIMES = 64
 """Factor by which the float64 bound is wider; it is still a millionth of the float32 bound."""
 
 
-class StepStandard(Standard):
-    """The result of a step on one batch, and its measured rounding bound.
+class Measured:
+    """The result of a step on one batch and on single examples, and its measured rounding bound.
 
     Attributes:
+      subject: the step.
+      examples: number of examples.
+      names: paths of the leaves of a result.
+      native: the result of one batch in the step's native precision.
+      wide: the result of one batch in float64, or None.
       not_wide: the reason why there is no float64 result.
       unit: the unit roundoff.
       draws: whether the step may draw random numbers.
       noise: the measured rounding noise of each leaf.
-      gradient_examined: whether the gradient that reaches an optimizer has been examined.
     """
 
-    gradient_examined = False
-
     def __init__(self, subject: Subject, unit: float | None) -> None:
-        super().__init__(subject)
-        self.native = subject.divided(ONE_BATCH, subject.batch)
+        self.subject, self.examples = subject, subject.examples
+        self._rows: dict[Rows, Result | None] = {}
+        self.native = subject.run(ONE_BATCH, subject.batch)
         self.names = subject.names
-        program = precision.read(subject)
-        widths = [rounding_unit(x) for x in self.native.dtypes]
-        self.unit = unit or program.unit or max(widths)
-        self.draws = program.random
-        self.wide, self.not_wide = self._in_float64(program.draws)
+        facts = programs.read(subject)
+        self.unit = unit or facts.unit or max(map(rounding_unit, self.native.dtypes))
+        self.draws = facts.random
+        self.wide, self.not_wide = self._in_float64(facts.draws)
         best, native = self._noise(self.wide is not None), self._noise(False)
         sizes = np.array([rms(x) for x in self.best.floats])
         # A leaf that is 0 in exact arithmetic, such as the key bias of attention, only has noise in native precision.
@@ -67,18 +71,56 @@ class StepStandard(Standard):
             stored = np.zeros_like(self.noise)
             stored[: len(subject.param_leaves)] = [self.unit * rms(x) for _, x in subject.param_leaves]
             self.noise, best = self.noise + stored, best + stored
-        columns = [self.best.floats, *(x.floats for x in self.columns() if x is not None)]
+        columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
         sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest
         self._accurate = TIMES * self.noise + sums
         # A result that is inaccurate by its noise in native precision also varies by it between divisions.
         self._allowed = TIMES * np.maximum(best, native) + sums
 
+    @property
+    def best(self) -> Result:
+        """The result of one batch, in float64 if possible."""
+        return self.wide or self.native
+
+    @cached_property
+    def units(self) -> list[Rows]:
+        """The examples, or contiguous groups of them if there are more than `EACH`."""
+        n = self.examples
+        return [tuple(x.tolist()) for x in np.array_split(np.arange(n), min(n, EACH))]
+
+    @cached_property
+    def columns(self) -> list[Result | None]:
+        """The results of the units; None where one is not finite."""
+        return [self.repeated(rows) for rows in self.units]
+
+    def one(self, rows: Sequence[int]) -> Result | None:
+        """Runs one batch of these examples in the best precision; None if the result is not finite (an empty mean)."""
+        key = tuple(rows)
+        if key not in self._rows:
+            try:
+                self._rows[key] = self.subject.run(ONE_BATCH, self.subject.rows(rows), self.wide is not None)
+            except NotFiniteError:
+                self._rows[key] = None
+        return self._rows[key]
+
+    def repeated(self, rows: Sequence[int]) -> Result | None:
+        """Runs one batch of copies of these examples, of the full size if possible, which is already compiled."""
+        return self.one(self.copies(rows))
+
+    def copies(self, rows: Sequence[int]) -> Sequence[int]:
+        n = self.examples
+        return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
+
     def allowed(self, wide: bool) -> np.ndarray:
         """Rounding bound of one result, one number per leaf."""
         if not wide:
             return self._allowed
         return np.maximum(self._allowed * WIDE_TIMES * UNIT64 / self.unit, self._jumps)
+
+    def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
+        """Returns the distance of each leaf divided by the rounding bound of ``sides`` results."""
+        return np.array([over(rms(x - y), sides * z) for x, y, z in zip(a, b, self.allowed(wide), strict=True)])
 
     def float32_share(self, floats: Floats, one: Floats) -> float:
         """Returns the distance of a float64 result from one batch, divided by the rounding bound of float32."""
@@ -96,9 +138,8 @@ class StepStandard(Standard):
         results = [self.wide.floats]
         with suppress(NotWide, NotFiniteError):
             results.extend(x.floats for x in self._perturbed(True, UNIT64))
-        return TIMES * np.array(
-            [max(rms(x - y) for x in column) for column, y in zip(zip(*results, strict=True), results[0], strict=True)]
-        )
+        columns = zip(*results, strict=True)
+        return TIMES * np.array([max(rms(x - column[0]) for x in column) for column in columns])
 
     def hidden_fraction(self, floats: Floats) -> float:
         """Returns the size of the largest differences that pass, relative to the size of these arrays."""
@@ -116,20 +157,14 @@ class StepStandard(Standard):
         )
         return of_bound, noises
 
-    def division(self, split: Split, wide: bool, reverse: bool = False) -> Result | None:
-        """Runs another division, or the examples in reverse order; None if the step does not support it."""
-        if reverse and not self.subject.reverse:
-            return None
-        batch = self.subject.rows(range(self.examples)[:: -1 if reverse else 1])
-        try:
-            return self.in_float64(split, batch) if wide else self.subject.divided(split, batch)
-        except (NotWide, ValueError):  # GradCombineError is a ValueError
-            return None
+    def run(self, split: Split, batch: Tree, wide: bool) -> Result:
+        """Runs a division in its native precision or, as `in_float64` does, in float64."""
+        return self.in_float64(split, batch) if wide else self.subject.run(split, batch)
 
     @cached_property
     def reversed_batch(self) -> Tree:
         """The batch with its examples in reverse order."""
-        return self.subject.rows(range(self.subject.examples - 1, -1, -1))
+        return self.subject.rows(range(self.examples)[::-1])
 
     @cached_property
     def one_reversed(self) -> Result:
@@ -160,12 +195,12 @@ class StepStandard(Standard):
         """
         subject = self.subject
         if self.is_retyped(split, batch):
-            return subject.wide(split, batch)
+            return subject.run(split, batch, wide=True)
         scales = 2.0**-44, 2.0**-24, 2.0**-6
         zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
         try:
-            wide = subject.wide(split, batch)
-            perturbed = [subject.wide(split, batch, noise=perturbation(0, scale, zero)) for scale in scales]
+            wide = subject.run(split, batch, wide=True)
+            perturbed = [subject.run(split, batch, True, noise=perturbation(0, scale, zero)) for scale in scales]
         except NotFiniteError as error:
             raise NotWide(f"{error.path} is not finite in float64, or at slightly different parameters") from None
         rounding = 2**6 * UNIT64 * max(rms(x) for x in wide.floats)
@@ -183,20 +218,18 @@ class StepStandard(Standard):
         return self.subject.framework == "torch" or (program is not None and not program.retyped.problem)
 
     def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
-        subject = self.subject
+        if draws:
+            return None, "the step draws random numbers, which differ in float64"
         try:
-            if draws:
-                raise NotWide("the step draws random numbers, which differ in float64")
-            return self.in_float64(ONE_BATCH, subject.batch), ""
+            return self.in_float64(ONE_BATCH, self.subject.batch), ""
         except NotWide as reason:
             return None, str(reason)
 
     def _perturbed(self, wide: bool, unit: float, samples: int = SAMPLES) -> Iterator[Result]:
         """Yields results for inputs that are perturbed at random by up to two units of rounding."""
-        run = self.subject.wide if wide else self.subject.run
         for seed in range(samples):
             of_params, of_batch = perturbation(seed, 2 * unit), perturbation(seed + SAMPLES, 2 * unit)
-            yield run(ONE_BATCH, self.subject.batch, noise=of_params, batch_noise=of_batch)
+            yield self.subject.run(ONE_BATCH, self.subject.batch, wide, noise=of_params, batch_noise=of_batch)
 
     def _noise(self, wide: bool, chosen: Sequence[np.ndarray] | None = None) -> np.ndarray:
         """Measures the change of each leaf, or of the chosen elements, by rounding of the inputs."""
@@ -227,3 +260,18 @@ class StepStandard(Standard):
             return self.noise, self._accurate
         noise = self._noise(False, zeros)
         return np.hypot(self.noise, noise), self._accurate + TIMES * noise
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+
+
+def over(distance: float, allowed: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / allowed if allowed else float("inf")
+
+
+def gamma(roundings: int, unit: float) -> float:
+    """Returns the largest relative error of a number of roundings."""
+    return roundings * unit / (1 - roundings * unit)

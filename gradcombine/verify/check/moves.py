@@ -8,53 +8,42 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.check.case import Answer, Case, accounts_for, combined, partitions, split_by, weights_of
-from gradcombine.verify.check.leaves import as_floats, widened
-from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import ONE_BATCH, NotWide, Rows
-from gradcombine.verify.check.standard import SAME, Floats, flat
+from gradcombine.verify.check.case import Case, Prediction, partitions, split_by, weights_of
+from gradcombine.verify.check.leaves import as_floats, flat, widened
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
+from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
 Simulation: TypeAlias = Callable[[Sequence[Rows], np.ndarray, float], list[np.ndarray]]
 """Function of microbatches, their weights and a factor that returns the change of the parameters."""
 
 
-def added(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def added(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries additions that do not depend on the division of the examples, such as weight decay.
 
     They are also seen if all examples are copies of one.
     """
-    subject, one = standard.subject, standard.best.floats
-    weights = standard.weights
-    row = 0 if weights is None else standard.units()[int(np.argmax(weights))][0]
+    subject, one, weights = standard.subject, standard.best.floats, standard.weights
+    row = 0 if weights is None else standard.units[int(np.argmax(weights))][0]
     copies = subject.rows([row] * standard.examples)
     try:
-        run = subject.wide if case.wide else subject.divided
-        divided, undivided = run(case.split, copies), run(ONE_BATCH, copies)
+        divided, undivided = (subject.run(x, copies, case.wide).floats for x in (case.split, ONE_BATCH))
     except (NotWide, ValueError):
         return
-    addition = [x - y for x, y in zip(divided.floats, undivided.floats, strict=True)]
     params = _params_of(standard)
-    new_params = {i: p + one[i] for i, p in params.items()} if subject.returns_params else {}
-    if new_params:
+    if subject.returns_params:
+        new = {i: p + one[i] for i, p in params.items()}
         difference = [x - y for x, y in zip(case.result.floats, one, strict=True)]
-        factor = _factor(difference, new_params, sorted(new_params))
-        if factor is not None:
-            predicted = [x + factor * new_params[i] if i in new_params else x for i, x in enumerate(one)]
-            if accounts_for(standard, case, predicted, 4, sorted(new_params)):
-                yield Cause.ADDED, f"{factor:.6g} times the new parameters"
-                return
-    if not accounts_for(standard, case, [x + y for x, y in zip(one, addition, strict=True)], 4):
-        return
-    shares = standard.shares(divided.floats, undivided.floats, case.wide)
-    changed = [i for i, share in enumerate(shares) if share > 1]
+        if (factor := _factor(difference, new, sorted(new))) is not None:
+            floats = [x + factor * new[i] if i in new else x for i, x in enumerate(one)]
+            yield Prediction(Cause.ADDED, f"{factor:.6g} times the new parameters", floats, 4, sorted(new))
+    addition = [x - y for x, y in zip(divided, undivided, strict=True)]
+    changed = np.flatnonzero(standard.shares(divided, undivided, case.wide) > 1).tolist()
     scope = "" if len(changed) == len(one) else f", in {len(changed)} of {len(one)} leaves"
-    size = max(float(np.abs(x).max(initial=0)) for x in addition)
-    text = f"up to {size:.3g}, also if all examples are copies of one"
-    factor = _factor(addition, params, changed)
-    if factor is not None:
+    text = f"up to {max(float(np.abs(x).max(initial=0)) for x in addition):.3g}, also if all examples are copies of one"
+    if (factor := _factor(addition, params, changed)) is not None:
         text = f"{factor:.6g} times the parameters"
-    yield Cause.ADDED, text + scope
+    yield Prediction(Cause.ADDED, text + scope, [x + y for x, y in zip(one, addition, strict=True)], 4)
 
 
 def _factor(addition: Floats, params: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
@@ -66,7 +55,7 @@ def _factor(addition: Floats, params: Mapping[int, np.ndarray], leaves: Sequence
     return factor if np.linalg.norm(x - factor * p) < SAME * np.linalg.norm(x) else None
 
 
-def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:
+def _params_of(standard: Standard) -> dict[int, np.ndarray]:
     """Returns the parameter of each leaf of the result, matched by order or by path if possible."""
     params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
     shapes = [x.shape for x in standard.best.floats]
@@ -80,36 +69,30 @@ def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:
     }
 
 
-def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries one update per microbatch."""
     subject = standard.subject
     if not subject.returns_params:
         return
-    run = subject.wide if case.wide else subject.run
     start = [widened(x) for _, x in subject.param_leaves]
+    count, others = len(start), standard.best.floats[len(start) :]
     for name, pieces in partitions(subject.examples, case.split).items():
         for factor, text in ((1.0, ""), (1 / len(pieces), f", each divided by {len(pieces)}")):
-            change = [np.zeros_like(x) for x in standard.best.floats[: len(start)]]
-            params = list(start)
             try:
-                for rows in pieces:
-                    update = run(ONE_BATCH, subject.rows(rows), start=params).floats
-                    change = [x + factor * y for x, y in zip(change, update, strict=False)]
-                    params = [x + y.reshape(x.shape) for x, y in zip(start, change, strict=True)]
+                changes = [x[:count] for x in _in_sequence(standard, case, range(count), pieces, factor)]
             except (NotWide, ValueError):
                 continue
-            others = standard.best.floats[len(start) :]
-            if accounts_for(standard, case, [*change, *others], len(pieces), range(len(start))):
-                yield Cause.MOVED_EACH, f"{len(pieces)} updates in sequence{text}{split_by(name)}"
-                return
+            floats = [*combined(np.full(len(pieces), factor), changes), *others]
+            detail = f"{len(pieces)} updates in sequence{text}{split_by(name)}"
+            yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
     if subject.framework == "torch":
         steps: Any = [subject.step(x) for x in (ONE_BATCH, case.split)]
         one, divided = (step.observe(subject.params, subject.batch).updates for step in steps)
         if divided != one:
-            yield Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch"
+            yield Prediction(Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch")
 
 
-def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries a state that is updated at each microbatch regardless of its examples, as in spectral normalization.
 
     With this state fixed, the other leaves must be the mean of the microbatches' results.
@@ -134,55 +117,60 @@ def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
         summed = {i: np.sum([x[i] for x in results], axis=0) for i in moving}
         for weights, leaves in product(weights_of(standard, pieces), ([*range(len(one))], [*moving, *rest])):
             means = standard.shares(combined(weights, fixed), one, case.wide)
-            predicted = [summed.get(i, x) for i, x in enumerate(combined(weights, results))]
-            if (
-                len(leaves) > len(moving)
-                and all(means[i] <= 1 for i in case.among(leaves) if i not in moving)
-                and accounts_for(standard, case, predicted, len(pieces), leaves)
-            ):
-                yield Cause.ADVANCED, f"leaf {standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
-                return
+            if len(leaves) > len(moving) and all(means[i] <= 1 for i in case.among(leaves) if i not in moving):
+                floats = [summed.get(i, x) for i, x in enumerate(combined(weights, results))]
+                yield _updated(standard, moving, pieces, name, floats, leaves)
 
 
-def averaged(standard: StepStandard, case: Case, by_all: bool) -> Iterator[Answer]:
+def averaged(standard: Standard, case: Case, by_all: bool) -> Iterator[Prediction]:
     """Tries leaves of the state that are updated at each microbatch, such as moving averages, unlike other leaves.
 
     Args:
       by_all: whether each update uses the full batch, or the examples of one microbatch (repeated to the size of the
         batch, or alone).
     """
-    subject, one = standard.subject, standard.best.floats
+    subject = standard.subject
     count = len(subject.param_leaves)
     moving = case.among(range(count))
     if not subject.returns_params or len(moving) == count:
         return
-    full = range(subject.examples)
     for name, pieces in partitions(subject.examples, case.split).items():
-        for batches in [[full] * len(pieces)] if by_all else [[*map(standard.copies, pieces)], pieces]:
+        all_rows = [range(subject.examples)] * len(pieces)
+        for batches in [all_rows] if by_all else [[*map(standard.copies, pieces)], pieces]:
             try:
                 results = _in_sequence(standard, case, moving, batches)
             except (NotWide, ValueError):
                 continue
-            predicted = [np.sum([x[i] for x in results], axis=0) if i in moving else x for i, x in enumerate(one)]
-            if accounts_for(standard, case, predicted, len(pieces), moving):
-                yield Cause.ADVANCED, f"leaf {standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
-                return
+            floats = list(standard.best.floats)
+            for i in moving:
+                floats[i] = np.sum([x[i] for x in results], axis=0)
+            yield _updated(standard, moving, pieces, name, floats, moving)
+
+
+def _updated(
+    standard: Standard, moving: Sequence[int], pieces: Sequence[Rows], name: str, floats: Floats, leaves: Sequence[int]
+) -> Prediction:
+    detail = f"leaf {standard.names[moving[0]]} is updated {len(pieces)} times{split_by(name)}"
+    return Prediction(Cause.ADVANCED, detail, floats, len(pieces), leaves)
 
 
 def _in_sequence(
-    standard: StepStandard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]]
+    standard: Standard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]], factor: float = 1.0
 ) -> list[Floats]:
-    """Runs one batch after the other; each takes the moving leaves of the state from the batch before it."""
-    subject = standard.subject
-    run = subject.wide if case.wide else subject.run
-    state, results = [widened(x) for _, x in subject.param_leaves], list[Floats]()
+    """Runs one batch after the other; each starts with the moving leaves of the state that the batch before it returns.
+
+    Args:
+      factor: of the changes of the state.
+    """
+    subject, results = standard.subject, list[Floats]()
+    state = [widened(x) for _, x in subject.param_leaves]
     for rows in batches:
-        results.append(run(ONE_BATCH, subject.rows(rows), start=state).floats)
-        state = [x + results[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(state)]
+        results.append(subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state).floats)
+        state = [x + factor * results[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(state)]
     return results
 
 
-def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def decayed(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries parameters that are multiplied by a constant at each microbatch, in addition to their updates.
 
     The update is either the mean of the updates computed at the decayed parameters, or split over the microbatches and
@@ -206,11 +194,10 @@ def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
         return [x - y for x, y in zip(params, start, strict=True)]
 
     def at_each(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
-        run = subject.wide if case.wide else subject.run
         params, mean = start, [np.zeros_like(x) for x in start]
         for i, (rows, weight) in enumerate(zip(pieces, weights, strict=True)):
             params = [x * (1 + factor) for x in params] if i else params
-            update = run(ONE_BATCH, subject.rows(standard.copies(rows)), start=params).floats
+            update = subject.run(ONE_BATCH, subject.rows(standard.copies(rows)), case.wide, start=params).floats
             mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, update, params, strict=False)]
         return [m + (1 + factor) * x - y for m, x, y in zip(mean, params, start, strict=True)]
 
@@ -228,9 +215,8 @@ def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
                 factor, predicted = solved(simulate, pieces, weights)
             except (NotWide, ValueError):
                 continue
-            if accounts_for(standard, case, [*predicted, *others], len(pieces), range(len(start))):
-                yield Cause.MOVED, f"by {factor:.6g} times themselves at each microbatch{split_by(name)}"
-                return
+            detail = f"by {factor:.6g} times themselves at each microbatch{split_by(name)}"
+            yield Prediction(Cause.MOVED, detail, [*predicted, *others], len(pieces), range(len(start)))
 
 
 NEWTON_STEPS = 3

@@ -37,6 +37,8 @@ from gradcombine.verify.compare.ulp import rounding_unit
 Step: TypeAlias = Callable[[Any, Any], Any]
 """Function of parameters and a batch that returns gradients or new parameters."""
 
+Floats: TypeAlias = Sequence[np.ndarray]
+
 Rows: TypeAlias = tuple[int, ...]
 """Indices of examples, which may repeat."""
 
@@ -136,28 +138,32 @@ class Subject:
                 raise invalid(f"a make_step for {split}", received) from error
         return self._steps[split]
 
-    def run(
-        self,
-        split: Split,
-        batch: Tree,
-        wide: bool = False,
-        noise: Callable[[np.ndarray], np.ndarray] | None = None,
-        batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
-        start: Sequence[np.ndarray] | None = None,
-        step: Step | None = None,
-    ) -> Result:
+    def run(self, split: Split, batch: Tree, wide: bool = False, step: Step | None = None, **changes: Any) -> Result:
         """Runs the step on a batch.
 
         Args:
           split: how the step divides the batch.
           batch: like the subject's batch, with any number of examples.
           wide: whether to run in float64.
-          noise, batch_noise: perturb the float parameters, and the floats of the batch.
-          start: float64 values to use instead of the float parameters; the result is the change relative to them.
           step: a step to run instead of the subject's.
+          changes: of the arguments, as in `call`.
+
+        Raises:
+          NotWide: if ``wide`` and this is impossible.
+          GradCombineError: if the step raises, or returns something else than float arrays or than earlier.
+          NotFiniteError: if the result is not finite.
         """
-        value, before = self.call(step or self.step(split), batch, wide, noise, batch_noise, start)
-        result = self._result(value, before)
+        try:
+            result = self._result(*self.call(step or self.step(split), batch, wide, **changes))
+        except (NotWide, NotFiniteError):
+            raise
+        except Exception as error:  # a user's step may raise anything
+            if wide:
+                raise NotWide(f"it does not run in float64: {line(error)}") from None
+            if isinstance(error, GradCombineError):
+                raise
+            expected = f"a step that takes {examples(batch)} examples as {split}"
+            raise invalid(expected, f"{type(error).__name__}: {line(error)}") from error
         narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
         if wide and narrow is not None:
             raise NotWide(f"it returns {narrow} for float64 inputs")
@@ -180,7 +186,16 @@ class Subject:
         batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
         start: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tree, list[np.ndarray]]:
-        """Calls a function; returns its result and the float parameters that it received, as NumPy arrays."""
+        """Calls a function of parameters and batch.
+
+        Args:
+          wide: whether to run in float64.
+          noise, batch_noise: perturb the float parameters, and the floats of the batch.
+          start: float64 values to use instead of the float parameters.
+
+        Returns:
+          Its result, and the float parameters that it received, as NumPy arrays.
+        """
         params = list(self._params)
         if start is not None:
             values = iter(start)
@@ -239,29 +254,6 @@ class Subject:
             arrays = [arguments[i] for i in program.array_inputs]
             results = program.retyped.scaled(arrays, index, [np.array(x) for x in factors])
             return [self._result(program.result(x), before) for x in results]
-
-    def divided(self, split: Split, batch: Tree) -> Result:
-        """Runs the step in its native precision; raises GradCombineError if it cannot divide the batch."""
-        try:
-            return self.run(split, batch)
-        except GradCombineError:
-            raise
-        except Exception as error:  # a user's step may raise anything
-            expected = f"a step that takes {examples(batch)} examples as {split}"
-            raise invalid(expected, f"{type(error).__name__}: {line(error)}") from error
-
-    def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
-        """Runs the step in float64.
-
-        Raises:
-          NotWide: if this is impossible.
-        """
-        try:
-            return self.run(split, batch, wide=True, **others)
-        except Exception as error:  # a user's step may raise anything
-            if isinstance(error, (NotWide, NotFiniteError)):
-                raise
-            raise NotWide(f"it does not run in float64: {line(error)}") from None
 
     def read(self, value: Tree) -> Result:
         """Converts a reference result that the user passed."""

@@ -1,18 +1,15 @@
-"""The result of one batch, the results of single examples, and distances of other results from them."""
+"""Fits results by linear combinations of the results of single examples."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from gradcombine.verify.check.leaves import perturbation
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, Result, Rows, Split, Subject
-
-EACH = 64
-"""Number of examples up to which each is run alone; larger batches are run in that many groups."""
+from gradcombine.verify.check.measure import Measured
+from gradcombine.verify.check.running import ONE_BATCH, Floats, Result, Rows, Split, Subject
 
 SAME = 0.01
 """Distance from fitted coefficients to those of a hypothesis within which the hypothesis itself is tested."""
@@ -26,57 +23,19 @@ OVERDETERMINED = 2
 CERTAIN = 1e3
 """Smallest singular value, in units of rounding, at which coefficients are determined."""
 
-Floats = Sequence[np.ndarray]
 
-
-class Standard(ABC):
-    """The result of one batch, the results of single examples, and the rounding bound.
+class Standard(Measured):
+    """The measured results of a step, and the weights of its examples in them.
 
     Attributes:
-      subject: the step.
-      examples: number of examples.
-      names: paths of the leaves of a result.
-      native: the result of one batch in the step's native precision.
-      wide: the result of one batch in float64, or None.
+      gradient_examined: whether the gradient that reaches an optimizer has been examined.
     """
 
-    names: Sequence[str]
-    native: Result
-    wide: Result | None
+    gradient_examined = False
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.examples = subject, subject.examples
-        self._rows: dict[Rows, Result | None] = {}
+    def __init__(self, subject: Subject, unit: float | None) -> None:
+        super().__init__(subject, unit)
         self._elsewhere_results: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
-
-    @property
-    def best(self) -> Result:
-        """The result of one batch, in float64 if possible."""
-        return self.wide or self.native
-
-    @abstractmethod
-    def allowed(self, wide: bool) -> np.ndarray:
-        """Rounding bound of one result, one number per leaf."""
-
-    def one(self, rows: Sequence[int]) -> Result | None:
-        """Runs one batch of these examples in the best precision; None if the result is not finite (an empty mean)."""
-        key = tuple(rows)
-        if key not in self._rows:
-            batch = self.subject.rows(rows)
-            run = self.subject.run if self.wide is None else self.subject.wide
-            try:
-                self._rows[key] = run(ONE_BATCH, batch)
-            except NotFiniteError:
-                self._rows[key] = None
-        return self._rows[key]
-
-    def repeated(self, rows: Sequence[int]) -> Result | None:
-        """Runs one batch of copies of these examples, of the full size if possible, which is already compiled."""
-        return self.one(self.copies(rows))
-
-    def copies(self, rows: Sequence[int]) -> Sequence[int]:
-        n = self.examples
-        return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
 
     def counts(self) -> Iterator[np.ndarray]:
         """Yields distinct plausible counts of the examples: equal ones, and counts and sums of the leaves' rows."""
@@ -105,22 +64,6 @@ class Standard(ABC):
             self._elsewhere_results[key] = result
         return self._elsewhere_results[key]
 
-    def resolution(self, floats: Floats) -> list[np.ndarray]:
-        """Returns the elementwise distance within which two results count as equal."""
-        return [np.full(x.shape, 2 * bound) for x, bound in zip(floats, self.allowed(False), strict=True)]
-
-    def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
-        """Returns the distance of each leaf divided by the rounding bound of ``sides`` results."""
-        return np.array([over(rms(x - y), sides * z) for x, y, z in zip(a, b, self.allowed(wide), strict=True)])
-
-    def units(self) -> list[Rows]:
-        """Returns the examples, or contiguous groups of them if there are more than `EACH`."""
-        n = self.examples
-        return [tuple(x.tolist()) for x in np.array_split(np.arange(n), min(n, EACH))]
-
-    def columns(self) -> list[Result | None]:
-        return [self.repeated(rows) for rows in self.units()]
-
     @cached_property
     def combination(self) -> tuple[np.ndarray | None, list[int]]:
         """The weights of the units in one batch, and the leaves that are the mean of the units with these weights.
@@ -144,7 +87,7 @@ class Standard(ABC):
                 yield c, leaves
         for counts in self.counts():
             if counts.min() >= 0 and counts.any():
-                c = np.array([counts[list(rows)].sum() for rows in self.units()]) / counts.sum()
+                c = np.array([counts[list(rows)].sum() for rows in self.units]) / counts.sum()
                 yield c, every
         c = self._fit_weights(one, every, wide, elsewhere=True)
         if c is not None and abs(c.sum() - 1) <= SAME:
@@ -183,13 +126,17 @@ class Standard(ABC):
         x = self._fit_weights(result.floats, leaves, wide)
         return self._fit_weights(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
 
+    def mixed(self, weights: np.ndarray) -> list[np.ndarray]:
+        """Combines the units' results with these weights; results that are not finite are left out."""
+        used = [(a, x.floats) for a, x in zip(weights, self.columns, strict=True) if x is not None]
+        return combined(np.array([a for a, _ in used]), [floats for _, floats in used])
+
     def _shares_from(self, weights: np.ndarray) -> np.ndarray:
         """Returns the distance of one batch from the units combined with these weights, over the bound."""
-        used = [(a, x.floats) for a, x in zip(weights, self.columns(), strict=True) if x is not None]
-        if not used:  # a variance of one example is 0, and the derivative of its root is not finite
+        if not any(self.columns):  # a variance of one example is 0, and the derivative of its root is not finite
             return np.full(len(self.best.floats), np.inf)
-        combined = [np.tensordot([a for a, _ in used], np.stack(x), 1) for x in zip(*(x for _, x in used), strict=True)]
-        return self.shares(self.best.floats, combined, self.wide is not None, 2 + float(np.abs(weights).sum()))
+        terms = 2 + float(np.abs(weights).sum())
+        return self.shares(self.best.floats, self.mixed(weights), self.wide is not None, terms)
 
     @cached_property
     def estimated_weights(self) -> np.ndarray | None:
@@ -221,7 +168,7 @@ class Standard(ABC):
         coefficients = self.fit(stacked, terms, wide, leaves, certain)
         if coefficients is None:
             return None
-        weights = np.zeros(len(self.units()))
+        weights = np.zeros(len(self.units))
         weights[nonzero] = coefficients
         return weights
 
@@ -232,7 +179,7 @@ class Standard(ABC):
 
         With ``elsewhere``, stacks results at perturbed parameters if there are too few elements for a fit.
         """
-        columns = dict(enumerate(self.columns()))
+        columns = dict(enumerate(self.columns))
         nonzero = {
             i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)
         }
@@ -240,7 +187,7 @@ class Standard(ABC):
         needed = OVERDETERMINED * len(nonzero) / max(sum(floats[j].size for j in leaves), 1)
         for seed in range(min(int(np.ceil(needed)), POINTS) if elsewhere and needed > 1 else 0):
             result = self.elsewhere(seed, split, None, wide)
-            parts = [self.elsewhere(seed, ONE_BATCH, self.units()[i], self.wide is not None) for i in nonzero]
+            parts = [self.elsewhere(seed, ONE_BATCH, self.units[i], self.wide is not None) for i in nonzero]
             if result is not None and None not in parts:
                 points.append((result.floats, [x.floats for x in parts if x is not None]))
         stacked = [np.stack(x) for x in zip(*(result for result, _ in points), strict=True)]
@@ -275,20 +222,5 @@ class Standard(ABC):
         return np.stack(rows[1:]) if terms else np.zeros((0, len(rows[0]))), rows[0]
 
 
-def rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-
-
-def flat(floats: Floats) -> np.ndarray:
-    return np.concatenate([x.ravel() for x in floats] or [np.zeros(0)]).astype(np.float64)
-
-
-def over(distance: float, allowed: float) -> float:
-    if distance == 0:
-        return 0.0
-    return distance / allowed if allowed else float("inf")
-
-
-def gamma(roundings: int, unit: float) -> float:
-    """Returns the largest relative error of a number of roundings."""
-    return roundings * unit / (1 - roundings * unit)
+def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
+    return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]

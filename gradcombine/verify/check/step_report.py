@@ -49,6 +49,40 @@ class Cause(StrEnum):
     UNEXPLAINED = "no known cause explains the difference"
 
 
+_SUMS = "return sums and counts from each microbatch, add up both, and divide once at the end"
+_AT_THE_END = "apply it once, to the combined gradient at the end of a window"
+
+REMEDIES = {
+    Cause.MEAN_OF_MEANS: f"{_SUMS}; or weight each mean by its number of tokens or examples",
+    Cause.SUM: "divide by the sum of the weights, or average instead of adding",
+    Cause.SCALED: "divide once, by the sum of the weights, and not also by the number of microbatches or devices",
+    Cause.COEFFICIENTS: "weight each microbatch by the number of tokens or examples that its loss is a mean over",
+    Cause.DENOMINATOR: "divide each term of the loss by its own total count over the window (docs/losses.md)",
+    Cause.CHANGED_BEFORE: _AT_THE_END,
+    Cause.ADDED: _AT_THE_END,
+    Cause.MOVED: _AT_THE_END,
+    Cause.MOVED_EACH: "keep the parameters fixed until the end of a window, and update them once",
+    Cause.PRECISION: "accumulate in float32, whatever the dtype of the gradients",
+    Cause.LOST: "split the batch so that each example is in exactly one part; a shorter last part has a smaller weight",
+    Cause.DOUBLED: "split the batch so that each example is in exactly one part",
+    Cause.PLACEHOLDERS: "give padding rows the weight 0, and count only real rows in the divisor",
+    Cause.KEY: "fold the index of the microbatch, or of the example, into the random key",
+    Cause.RANDOM: "derive the random numbers of an example from its index, or check the step without randomness",
+    Cause.NOT_EXCHANGED: "sum numerators and weights over the devices (psum), then divide",
+    Cause.NEIGHBOURS: "shift labels within each row, before the batch is divided or flattened",
+    Cause.SELECTION: "select from the full batch, before it is divided",
+    Cause.STATISTICS: "synchronize the statistics over the batch; or, if this is intended, use `--allow statistics` or "
+    "`report.allowing('statistics')`",
+    Cause.ADVANCED: "update it once per window; or, if this is intended, use `--allow state` or "
+    "`report.allowing('state')`",
+    Cause.SCATTER: "add rows that share an index (`.at[i].add`) instead of setting them",
+    Cause.STATE: "seed random numbers in each call, pass state in as an argument, and clear accumulators",
+    Cause.NOT_FINITE: "guard the divisor of a microbatch without tokens; sums and counts need no guard",
+    Cause.INACCURATE: "look for a narrow dtype inside the step",
+    Cause.BY_PLACE: "advance schedules and decay once per window, not at each microbatch",
+}
+"""What to write instead, by cause."""
+
 BY_DESIGN = {"statistics": Cause.STATISTICS, "state": Cause.ADVANCED}
 """Causes that may be intended, by the names that `StepReport.allowing` takes."""
 
@@ -180,3 +214,17 @@ _ANSWERS = {
     Verdict.FAILS: "the step depends on how its batch is divided, or is inaccurate",
     Verdict.CANNOT_TELL: "cannot tell whether the step depends on how its batch is divided",
 }
+
+
+def headline(report: StepReport) -> str:
+    """Returns the verdict as one sentence."""
+    if report.verdict is Verdict.PASSES:
+        divisions = [run.name for run in report.runs[1:] if "reverse" not in run.name and "padding" not in run.name]
+        names = " and ".join(filter(None, (", ".join(divisions[:-1]), divisions[-1])))
+        allowed = "".join(f", except for an allowed cause: {x.cause}" for x in report.allowed[:1])
+        return f"the same: {names} give the result of one batch{allowed}"
+    if not report.runs:
+        return f"cannot tell: {report.faults[0]}: {REMEDIES[report.faults[0].cause]}"
+    if report.verdict is Verdict.CANNOT_TELL:
+        return f"cannot tell: not compared: {report.not_checked[0]}"
+    return f"not the same: {report.faults[0]}"

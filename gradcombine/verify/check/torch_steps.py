@@ -23,8 +23,8 @@ from gradcombine import tree
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import flattened, is_float_dtype, is_torch, widened
-from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Step, Subject
+from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.diff.pytorch import converted
 
 OPTIMIZER, CLIPPING = "optimizer", "clipping"
@@ -220,21 +220,20 @@ class Observer(TorchDispatchMode):
         self.gradients[name] = _arrays(gradient)
 
 
-def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
+def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
     """Yields the step up to the gradients at the optimizer or at clipping, if these predict the result."""
     subject = standard.subject
     steps: Any = subject.make_step
     for point in (OPTIMIZER, CLIPPING):
         inner = Subject(steps.up_to(point), subject.params, subject.batch, returns_params=False)
-        run = subject.wide if case.wide else subject.run
         try:
             one, divided = (inner.call(inner.step(x), subject.batch, case.wide)[0] for x in (ONE_BATCH, case.split))
             if not divided or one.keys() != divided.keys():
                 continue
-            predicted = run(ONE_BATCH, (subject.batch, divided), step=steps(1).after(point)).floats
+            predicted = subject.run(ONE_BATCH, (subject.batch, divided), case.wide, steps(1).after(point)).floats
             leaves = [i for i, (path, _) in enumerate(subject.param_leaves) if _short(path) in divided]  # no buffers
             if accounts_for(standard, case, predicted, 1, leaves or range(len(subject.param_leaves))):
-                yield StepStandard(inner, standard.unit)
+                yield Standard(inner, standard.unit)
         except (NotWide, NotFiniteError, ValueError):
             continue
 

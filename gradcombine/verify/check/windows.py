@@ -20,7 +20,8 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.types import Tree
-from gradcombine.verify.check.elements import NARROW
+from gradcombine.verify.check.hypotheses import NARROW
+from gradcombine.verify.check.leaves import flat
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import finfo, rounding_unit
 
@@ -262,10 +263,6 @@ class Windows:
             yield Cause.PARTIAL_SCALED, 2, f"{n} microbatches, divided as if they were {len(full)}"
         else:
             yield Cause.COEFFICIENTS, 2, f"{n} microbatches, whose weights differ from those in a full window"
-
-
-def flat(leaves: Leaves) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *(x.ravel().astype(np.float64) for x in leaves if x is not None)])
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:

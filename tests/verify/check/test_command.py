@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradcombine.verify import Cause
-from gradcombine.verify.check.check_report import REMEDIES
+from gradcombine.verify.check.step_report import REMEDIES
 from gradcombine.verify.command import app
 
 pytest_plugins = ["pytester"]

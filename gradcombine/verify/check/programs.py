@@ -1,32 +1,131 @@
-"""Finds the source line of a defect in the JAX program of a step, if exactly one line can be meant.
+"""Reads a step's program: the precision of its products, random numbers, epsilons, and the source line of a defect.
 
 A mean of means is a division by the number of microbatches, or of parts on all devices, which changes with this number;
 or an update of `optax.MultiSteps`, which divides by its counter. The divisor of a term of the loss is found by
 multiplying each divisor in turn by a factor and observing the term. A narrow accumulator is an addition in a narrow
-dtype to a value that a scan carries.
+dtype to a value that a scan carries. A line is named only if exactly one can be meant.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.case import BY_NUMBER
-from gradcombine.verify.check.leaves import is_float_dtype
-from gradcombine.verify.check.retyping import operations
+from gradcombine.types import Tree
+from gradcombine.verify.check.leaves import flat, is_float_dtype
+from gradcombine.verify.check.retyping import DRAWS, operations
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
-from gradcombine.verify.check.standard import Floats, flat
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
+
+
+def equations(subject: Subject, split: Split) -> list[Any]:
+    """Returns the equations of a division's JAX program, including inner ones; empty if it is unknown."""
+    traced = subject.program(subject.step(split), subject.batch)
+    return [] if traced is None else list(operations(traced.retyped.program.jaxpr))
+
+
+# --- precision and random numbers ---
+
+
+class Facts(NamedTuple):
+    """Facts read from a program.
+
+    Attributes:
+      unit: unit roundoff of the matrix products; None if there are none, or if the step cannot be traced.
+      draws: whether it draws random numbers that differ in float64.
+      random: whether it draws any random numbers; True if unknown.
+    """
+
+    unit: float | None = None
+    draws: bool = False
+    random: bool = True
+
+
+def read(subject: Subject) -> Facts:
+    """Reads the program of a step on one batch, in the framework of its arrays."""
+    step, params, batch = subject.step(ONE_BATCH), subject.params, subject.batch
+    if subject.framework == "torch":
+        with suppress(Exception):  # the step does not run under a dispatch mode
+            return _in_torch(step, params, batch)
+    traced = subject.program(step, batch)
+    if traced is not None:
+        program = equations(subject, ONE_BATCH)
+        products = [x for x in program if x.primitive.name in ("dot_general", "conv_general_dilated")]
+        draws = any(x.primitive.name.startswith(DRAWS) for x in program)
+        unit = _unit(variable.aval.dtype for x in products for variable in x.invars)
+        return Facts(unit, draws and bool(traced.retyped.problem), draws)
+    if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
+        with suppress(Exception):  # the step belongs to another framework, or cannot be traced
+            return _in_tensorflow(step, params, batch)
+    return Facts()
+
+
+def _in_torch(step: Any, params: Tree, batch: Tree) -> Facts:
+    finfo, observed = sys.modules["torch"].finfo, step.observe(params, batch)
+    unit = max((finfo(x).eps / 2 for x in observed.products), default=None)
+    return Facts(unit, any(finfo(x).bits < 32 for x in observed.drawn), bool(observed.drawn))
+
+
+_PRODUCTS = re.compile(r"MatMul|BatchMatMul|Einsum|Conv")
+
+
+def _in_tensorflow(step: Any, params: Tree, batch: Tree) -> Facts:
+    tf = sys.modules["tensorflow"]
+    graph = tf.function(step).get_concrete_function(params, batch).graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    types = [node.attr["T"].type for node in nodes if _PRODUCTS.match(node.op) and node.attr["T"].type]
+    draws = any("Random" in node.op for node in nodes)
+    return Facts(_unit(tf.as_dtype(x).as_numpy_dtype for x in types), draws, draws)
+
+
+def _unit(dtypes: Any) -> float | None:
+    floats = [np.dtype(x) for x in dtypes]
+    return max((rounding_unit(x) for x in floats if x.kind in "fcV"), default=None)
+
+
+# --- epsilons ---
+
+SMALL = 1e-2
+"""Upper bound of epsilons: smaller constants that are added, or are an operand of a maximum."""
+
+
+def other_constants(subject: Subject, split: Split) -> str:
+    """Describes epsilons that differ between one batch and a division; empty if none do or a program is unknown."""
+    one, divided = (_epsilons(subject, x) for x in (ONE_BATCH, split))
+    only_one, only_divided = sorted(one - divided), sorted(divided - one)
+    # An epsilon that only one of the programs has may be a guard.
+    if not only_one or not only_divided:
+        return ""
+    first, second = (", ".join(f"{x:g}" for x in values) for values in (only_one, only_divided))
+    return f"constants: {first} in one batch but {second} in {split}, a difference that rounding may hide"
+
+
+def _epsilons(subject: Subject, split: Split) -> set[float]:
+    constants = [
+        float(x.val)
+        for operation in equations(subject, split)
+        if operation.primitive.name in ("add", "max")
+        for x in operation.invars
+        if hasattr(x, "val") and getattr(x.val, "ndim", 0) == 0 and "float" in x.aval.dtype.name
+    ]
+    return {float(f"{x:.6g}") for x in constants if 0 < x < SMALL}
+
+
+# --- source lines ---
+
+BY_NUMBER = "divided by the number of"
+"""Marks a detail that blames a division by the number of microbatches or devices."""
 
 Line: TypeAlias = tuple[str, int]
 
@@ -40,16 +139,16 @@ def line_of(cause: Cause, detail: str, subject: Subject, split: Split) -> str:
     if cause is Cause.MEAN_OF_MEANS or (cause is Cause.SCALED and BY_NUMBER in detail):
         lines = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
-        lines = set(_narrow_sums(_program(subject, split), shapes))
+        lines = set(_narrow_sums(equations(subject, split), shapes))
     return format_line(*lines.pop()) if len(lines) == 1 else ""
 
 
-def dividing(subject: Subject, split: Split, terms: Sequence[Floats]) -> str:
+def dividing(subject: Subject, split: Split, terms: Sequence[Sequence[np.ndarray]]) -> str:
     """Returns the lines that divide these terms of a division's result; empty unless there is one line per term.
 
     Lines that divide by a computed number are preferred to those that divide by a constant.
     """
-    divisions = [x for x in _program(subject, split) if x.primitive.name == "div"]
+    divisions = [x for x in equations(subject, split) if x.primitive.name == "div"]
     computed = {line for x in divisions if not hasattr(x.invars[1], "val") for line in _users_line(x)}
     lines = [*dict.fromkeys(line for x in divisions for line in _users_line(x))]
     indices = {line: i for i, line in enumerate(lines)}
@@ -85,18 +184,18 @@ def format_line(file: str, line: int) -> str:
 
 def _divided(subject: Subject, split: Split, shapes: set[tuple[int, ...]]) -> set[Line]:
     """Returns lines that divide by the number of parts, in this division and in another one if possible."""
-    lines = set(_divisions(_program(subject, split), split, shapes))
+    lines = set(_divisions(equations(subject, split), split, shapes))
     others = (Split(k, split.devices) for k in (2, 4, 3, 5) if k != split.microbatches)
     other = next((x for x in others if subject.examples % (x.microbatches * x.devices) == 0), None)
     if other is not None:
         with suppress(GradCombineError):  # make_step may not accept this number
-            lines &= set(_divisions(_program(subject, other), other, shapes))
+            lines &= set(_divisions(equations(subject, other), other, shapes))
     return lines
 
 
 def _averaged(subject: Subject, split: Split) -> set[Line]:
     """Returns lines that update `optax.MultiSteps` more often than in one batch, or in a loop of several iterations."""
-    one, program = (_program(subject, x) for x in (ONE_BATCH, split))
+    one, program = (equations(subject, x) for x in (ONE_BATCH, split))
     loops = [x for x in program if x.primitive.name == "scan" and x.params["length"] > 1]
     looped = [x for loop in loops for x in operations(loop.params["jaxpr"].jaxpr)]
     in_one, in_division = (Counter(_multi_steps(x)) for x in (one, program))
@@ -118,11 +217,6 @@ def _is_of_multi_steps(equation: Any) -> bool:
 
 MULTI_STEPS = re.compile(r"/optax/(transforms|_src)/_?(accumulation|accumulating|wrappers)\.py$")
 """Files of `optax.MultiSteps`, which contain no other division."""
-
-
-def _program(subject: Subject, split: Split) -> Sequence[Any]:
-    traced = subject.program(subject.step(split), subject.batch)
-    return [] if traced is None else list(operations(traced.retyped.program.jaxpr))
 
 
 def _divisions(program: Sequence[Any], split: Split, shapes: set[tuple[int, ...]]) -> Iterator[Line]:
