@@ -215,7 +215,7 @@ class Measured:
     def is_retyped(self, split: Split, batch: Tree) -> bool:
         """Whether float64 runs use the step's own program with the same constants."""
         program = self.subject.program(self.subject.step(split), batch)
-        return self.subject.framework == "torch" or (program is not None and not program.retyped.problem)
+        return self.subject.framework == "torch" or (program is not None and not program.problem)
 
     def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
         if draws:

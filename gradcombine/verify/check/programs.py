@@ -32,7 +32,7 @@ from gradcombine.verify.compare.ulp import rounding_unit
 def equations(subject: Subject, split: Split) -> list[Any]:
     """Returns the equations of a division's JAX program, including inner ones; empty if it is unknown."""
     traced = subject.program(subject.step(split), subject.batch)
-    return [] if traced is None else list(operations(traced.retyped.program.jaxpr))
+    return [] if traced is None else list(operations(traced.jaxpr.jaxpr))
 
 
 # --- precision and random numbers ---
@@ -64,7 +64,7 @@ def read(subject: Subject) -> Facts:
         products = [x for x in program if x.primitive.name in ("dot_general", "conv_general_dilated")]
         draws = any(x.primitive.name.startswith(DRAWS) for x in program)
         unit = _unit(variable.aval.dtype for x in products for variable in x.invars)
-        return Facts(unit, draws and bool(traced.retyped.problem), draws)
+        return Facts(unit, draws and bool(traced.problem), draws)
     if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
         with suppress(Exception):  # the step belongs to another framework, or cannot be traced
             return _in_tensorflow(step, params, batch)

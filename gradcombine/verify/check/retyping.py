@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from gradcombine import tree
+from gradcombine.types import Tree
+from gradcombine.verify.check.leaves import NUMBERS, flattened, is_present
 from gradcombine.verify.compare.ulp import kind_of
 
 Arrays = Sequence[Any]
@@ -28,34 +31,49 @@ class NotWide(Exception):  # noqa: N818 (an answer, not an error)
     """Raised with the reason why something cannot be computed in float64."""
 
 
-class Retyped:
-    """JAX program of a function of arrays, which runs in float64.
+class Program:
+    """JAX program of a function of leaves that returns a tree, which runs in float64.
 
     Args:
-      function: from a list of arrays to a list of arrays.
-      arrays: example arguments for tracing.
+      function: from a list of leaves to a tree; leaves may be other objects than arrays.
+      leaves: example arguments for tracing.
 
     Attributes:
-      program: the traced ClosedJaxpr.
+      jaxpr: the traced ClosedJaxpr, from arrays to arrays.
       problem: the reason why it does not run in float64; empty if it does.
     """
 
-    def __init__(self, function: Callable[[list[Any]], list[Any]], arrays: Arrays) -> None:
+    def __init__(self, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> None:
         jax = sys.modules["jax"]
-        self.program = jax.make_jaxpr(function)(list(arrays))
+        self._inputs = [i for i, x in enumerate(leaves) if is_present(x) and not isinstance(x, NUMBERS)]
+        self._outputs, self._results, self._structure = list[int](), list[Any](), None
+
+        def run(arrays: Arrays) -> list[Any]:
+            arguments = list(leaves)
+            for i, x in zip(self._inputs, arrays, strict=True):
+                arguments[i] = x
+            results, self._structure = flattened(function(arguments))
+            self._outputs = [i for i, x in enumerate(results) if is_present(x)]
+            self._results = [None if i in self._outputs else x for i, x in enumerate(results)]
+            return [results[i] for i in self._outputs]
+
+        arrays = self._arrays(leaves)
+        self.jaxpr = jax.make_jaxpr(run)(arrays)
         self._run = jax.jit(self._evaluate)
         self.problem = ""
         try:
             with wide():
-                jax.eval_shape(self._run, self.program.consts, list(arrays))
+                jax.eval_shape(self._run, self.jaxpr.consts, arrays)
         except Exception as error:  # operations without float64 support, and foreign ones, may raise anything
             self.problem = str(error).strip().partition("\n")[0] or type(error).__name__
 
-    def __call__(self, arrays: Arrays) -> list[Any]:
-        """Runs the program in float64 on arrays of the traced shapes; to be called within `wide`."""
-        return self._run(self.program.consts, list(arrays))
+    def __call__(self, leaves: Sequence[Any]) -> Tree:
+        """Runs the program in float64 on leaves of the traced shapes; to be called within `wide`."""
+        return self._tree(self._run(self.jaxpr.consts, self._arrays(leaves)))
 
-    def scaled(self, arrays: Arrays, index: Callable[[Any], int | None], factors: Arrays) -> list[list[Any]]:
+    def scaled(
+        self, leaves: Sequence[Any], index: Callable[[Any], int | None], factors: Sequence[Sequence[float]]
+    ) -> list[Tree]:
         """Runs the program once per vector of factors, multiplying the divisor of each division by one of them.
 
         Args:
@@ -69,11 +87,21 @@ class Retyped:
             finally:
                 DIVISORS.reset(token)
 
-        compiled = sys.modules["jax"].jit(run)
-        return [compiled(self.program.consts, list(arrays), vector) for vector in factors]
+        compiled, arrays = sys.modules["jax"].jit(run), self._arrays(leaves)
+        return [self._tree(compiled(self.jaxpr.consts, arrays, np.array(vector))) for vector in factors]
+
+    def _arrays(self, leaves: Sequence[Any]) -> list[Any]:
+        return [leaves[i] for i in self._inputs]
+
+    def _tree(self, arrays: Arrays) -> Tree:
+        """Builds the result of the function from the arrays that the program returned."""
+        leaves = list(self._results)
+        for i, x in zip(self._outputs, arrays, strict=True):
+            leaves[i] = x
+        return tree.unflatten(self._structure, leaves)
 
     def _evaluate(self, consts: Arrays, arrays: Arrays) -> list[Any]:
-        jaxpr, jnp = self.program.jaxpr, sys.modules["jax"].numpy
+        jaxpr, jnp = self.jaxpr.jaxpr, sys.modules["jax"].numpy
         pairs = zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True)
         inputs = [jnp.asarray(x).astype(_wide(variable.aval.dtype)) for variable, x in pairs]
         return _evaluate(jaxpr, inputs[: len(consts)], inputs[len(consts) :])[0]
@@ -260,6 +288,13 @@ def _shard_map(operation: Any, arguments: Arrays) -> Arrays:
     )(*arguments)
 
 
+def _linear_solve(operation: Any, arguments: Arrays) -> Arrays:
+    """Solves as the program does; its rules for derivatives, which JAX has applied already, are for other dtypes."""
+    lengths, solve = operation.params["const_lengths"], operation.params["jaxprs"].solve
+    first = lengths.matvec + lengths.vecmat
+    return _closed(solve)(*arguments[first : first + lengths.solve], *arguments[sum(lengths) :])
+
+
 _RULES: dict[str, Callable[[Any, Arrays], Arrays]] = {
     "convert_element_type": _cast,
     "reduce_precision": lambda operation, arguments: arguments,
@@ -267,6 +302,7 @@ _RULES: dict[str, Callable[[Any, Arrays], Arrays]] = {
     "while": _while,
     "cond": _cond,
     "shard_map": _shard_map,
+    "custom_linear_solve": _linear_solve,
     **dict.fromkeys(("bitcast_convert_type", "random_gamma", "rng_uniform"), _bind_native),
 }
 

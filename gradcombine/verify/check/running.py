@@ -15,7 +15,6 @@ from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
-    NUMBERS,
     are_counts,
     array_of,
     as_floats,
@@ -30,7 +29,7 @@ from gradcombine.verify.check.leaves import (
     taken,
     widened,
 )
-from gradcombine.verify.check.retyping import NotWide, Retyped
+from gradcombine.verify.check.retyping import NotWide, Program
 from gradcombine.verify.check.retyping import wide as wide_types
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -207,7 +206,7 @@ class Subject:
             leaves, structure = flattened(batch)
             rows = [copied(x, wide, None if are_counts(x) else batch_noise) for x in leaves]
             before = [array_of(x) for x in arguments if is_float(x)]
-            if program is not None and not program.retyped.problem:
+            if program is not None and not program.problem:
                 return program([*arguments, *rows]), before
             return self._apply(function, arguments, tree.unflatten(structure, rows)), before
 
@@ -236,7 +235,7 @@ class Subject:
             program = None
             if "jax" in sys.modules and self.framework in ("jax", "numpy"):
                 with suppress(Exception):  # the step reads values, or belongs to another framework
-                    program = Program.of(of_leaves, [*self._params, *leaves])
+                    program = Program(of_leaves, [*self._params, *leaves])
             self._programs[key] = function, program  # a reference to the function keeps its id unique
         return self._programs[key][1]
 
@@ -246,14 +245,12 @@ class Subject:
         """Returns the float64 results with divisors multiplied by factors, see `Retyped.scaled`."""
         leaves, params = flattened(self.batch)[0], self._params
         program = self.program(self.step(split), self.batch)
-        if program is None or program.retyped.problem:
+        if program is None or program.problem:
             raise NotWide("its program is not known")
         with wide_types():
             arguments = [copied(x, True, None) for x in [*params, *leaves]]
             before = [array_of(x) for x in arguments[: len(params)] if is_float(x)]
-            arrays = [arguments[i] for i in program.array_inputs]
-            results = program.retyped.scaled(arrays, index, [np.array(x) for x in factors])
-            return [self._result(program.result(x), before) for x in results]
+            return [self._result(x, before) for x in program.scaled(arguments, index, factors)]
 
     def read(self, value: Tree) -> Result:
         """Converts a reference result that the user passed."""
@@ -320,50 +317,6 @@ class Subject:
             self._structure = structure
         elif structure != self._structure:
             raise tree.difference(self._structure, structure)
-
-
-class Program(NamedTuple):
-    """JAX program of a function from the leaves of its arguments to a tree; leaves may be other objects than arrays.
-
-    Attributes:
-      retyped: the program, from arrays to arrays.
-      array_inputs, array_outputs: indices of the leaves that are arrays.
-      leaves: leaves of the result, with None for arrays.
-      structure: structure of the result.
-    """
-
-    retyped: Retyped
-    array_inputs: list[int]
-    array_outputs: list[int]
-    leaves: list[Any]
-    structure: tree.Structure
-
-    @classmethod
-    def of(cls, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> Program:
-        """Traces a function on these leaves."""
-        array_inputs = [i for i, x in enumerate(leaves) if is_present(x) and not isinstance(x, NUMBERS)]
-        traced: list[tuple[list[int], list[Any], tree.Structure]] = []
-
-        def run(arrays: list[Any]) -> list[Any]:
-            arguments = list(leaves)
-            for i, x in zip(array_inputs, arrays, strict=True):
-                arguments[i] = x
-            results, structure = flattened(function(arguments))
-            outputs = [i for i, x in enumerate(results) if is_present(x)]
-            traced.append((outputs, [None if i in outputs else x for i, x in enumerate(results)], structure))
-            return [results[i] for i in outputs]
-
-        return cls(Retyped(run, [leaves[i] for i in array_inputs]), array_inputs, *traced[0])
-
-    def __call__(self, leaves: Sequence[Any]) -> Tree:
-        return self.result(self.retyped([leaves[i] for i in self.array_inputs]))
-
-    def result(self, arrays: Sequence[Any]) -> Tree:
-        """Builds the result of the function from the arrays that the program returned."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.array_outputs, arrays, strict=True):
-            leaves[i] = x
-        return tree.unflatten(self.structure, leaves)
 
 
 class NotFiniteError(GradCombineError):

@@ -142,6 +142,42 @@ def averaged(sums: Any, k: int) -> Any:
     return step
 
 
+def counting(sums: Any, k: int) -> Any:
+    """Counts the microbatches instead of the windows."""
+    return lambda state, batch: (defects.right(sums, k)(state[0], batch), state[1] + k)
+
+
+def tracked(sums: Any, k: int) -> Any:
+    """Updates once, but moves an average of the squared gradients at each microbatch."""
+
+    def step(state: Any, batch: Any) -> Any:
+        p, squares = state
+        for part in defects.pieces(batch, k):
+            squares = [x / 2 + g * g / 2 for x, g in zip(squares, defects.mean(sums, p, part), strict=True)]
+        return [x - g / 8 for x, g in zip(p, defects.right(sums, k)(p, batch), strict=True)], squares
+
+    return step
+
+
+def filled_up(sums: Any, k: int) -> Any:
+    """Pads the last microbatch with rows of zeros, whose gradient is not 0: a bias predicts for them, too."""
+    del sums
+
+    def step(p: Any, batch: Any) -> Any:
+        x = batch["tokens"].astype(p["w"].dtype)
+        x = np.concatenate([x, np.zeros((-len(x) % k, *x.shape[1:]), x.dtype)])
+        error = np.tanh(x @ p["w"] + p["b"])
+        return {"w": x.T @ error / len(x), "b": error.mean(0)}
+
+    return step
+
+
+def summed_narrowly(sums: Any, k: int) -> Any:
+    """Two defects: a sum instead of a mean, in an accumulator of float16."""
+    accumulate = defects.right if k == 1 else defects.narrow
+    return lambda p, batch: [x * k for x in accumulate(sums, k)(p, batch)]
+
+
 def positives(sums: Any, k: int) -> Any:
     """Mean over rare positives, dividing by at least 1 since a microbatch may have none."""
     del sums
@@ -201,6 +237,15 @@ WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
     "an average of new parameters": (
         averaged, (PARAMS, by_hand.params(2)), BATCH, NEW, Cause.ADVANCED, "[1][0] is updated 2 times; in 3 of 6",
     ),
+    "a counter of microbatches": (counting, (PARAMS, np.int64(3)), BATCH, NEW, Cause.COUNTED, "is 5 instead of 4"),
+    "an average of squares": (
+        tracked, (PARAMS, squares()), BATCH, NEW, Cause.ADVANCED, "[1][0] is updated 2 times; in 3 of 6",
+    ),
+    "rows of zeros": (
+        filled_up, {"w": PARAMS[1][:1].repeat(6, 0) / 9, "b": PARAMS[2]}, by_hand.batch(10), FOUR,
+        Cause.PLACEHOLDERS, "padded with 2 rows of zeros",
+    ),
+    "a sum that is rounded": (summed_narrowly, PARAMS, BATCH, FOUR, Cause.SUM, "explains all but 3% or less"),
     "a divisor with a floor": (
         positives, [by_hand.params()[0][:12] / 8], BATCH, FOUR,
         Cause.MEAN_OF_MEANS, "the single examples' results add up to",

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, Verdict, check_step
-from gradcombine.verify.check.retyping import Retyped, wide
+from gradcombine.verify.check.retyping import Program, wide
 
 RNG = np.random.default_rng(0)
 W, X = (RNG.normal(size=shape).astype(np.float32) for shape in ((6, 6), (8, 6)))
@@ -81,6 +81,12 @@ def windows(w: Any, x: Any, dtype: Any) -> Any:
     return pooled.sum() + whole.sum()
 
 
+def solves(w: Any, x: Any, dtype: Any) -> Any:
+    """A linear system and a determinant, in float32 or wider after a narrow product."""
+    a = (w.astype(dtype) @ w.T.astype(dtype)).astype(jnp.promote_types(dtype, jnp.float32)) + jnp.eye(6, dtype=w.dtype)
+    return (jnp.linalg.solve(a, x.T.astype(a.dtype)) ** 2).sum() + jnp.linalg.slogdet(a)[1]
+
+
 def counted(w: Any, x: Any, dtype: Any) -> Any:
     """Conversions from integers to floats and back."""
     places = jnp.arange(6, dtype=dtype) / dtype(8)
@@ -111,6 +117,7 @@ FUNCTIONS: dict[str, Function] = {
     "rules": rules,
     "rows": rows,
     "windows": windows,
+    "solves": solves,
     "counted": counted,
     "rounded": rounded,
     "on devices": partial(on_devices, check_vma=False),
@@ -132,7 +139,7 @@ def both(function: Function, dtype: Any) -> Any:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_program_of_any_precision_runs_in_float64(name: str, dtype: Any) -> None:
-    program = Retyped(both(FUNCTIONS[name], dtype), [W, X])
+    program = Program(both(FUNCTIONS[name], dtype), [W, X])
     assert not program.problem
     with wide():
         entered = [W.astype(np.float64), X.astype(np.float64)]
@@ -153,7 +160,7 @@ def test_random_numbers_stay_those_of_the_program(draw: Any) -> None:
         return [draw(key, shape=x.shape, dtype=x.dtype), jnp.where(kept, x, 0), jax.random.permutation(key, 8)]
 
     entered = [jax.random.key(0), X]
-    program, expected = Retyped(run, entered), run(entered)
+    program, expected = Program(run, entered), run(entered)
     with wide():
         made = program([jax.random.key(0), X.astype(np.float64)])
     np.testing.assert_allclose(made[0], expected[0], rtol=2e-6, atol=1e-7)
@@ -165,7 +172,7 @@ def test_what_calls_back_to_python_is_not_retyped() -> None:
     def run(arrays: list[Any]) -> list[Any]:
         return [jax.pure_callback(np.sin, jax.ShapeDtypeStruct(X.shape, X.dtype), arrays[0])]
 
-    assert "pure_callback computes in float32" in Retyped(run, [X]).problem
+    assert "pure_callback computes in float32" in Program(run, [X]).problem
 
 
 def words(k: int, defect: str, optimizer: Any = None, dtype: Any = jnp.bfloat16) -> Any:

@@ -27,19 +27,23 @@ def summed(params: Any, batch: Any) -> Any:
     return errors.sum(), batch["mask"].sum()
 
 
-def make_step(microbatches: int, devices: int = 1, *, combine: str = "psum") -> Any:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+AXES = ("rows", "columns")
+
+
+def make_step(microbatches: int, devices: int = 1, *, combine: str = "psum", over: Any = AXES) -> Any:
+    """Shards the batch over a mesh of two axes, and combines the results of the devices over some of them."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(-1, 2 - devices % 2), AXES)
 
     def on_each(params: Any, batch: Any) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
         grads, tokens = jax.lax.map(lambda part: jax.grad(summed, has_aux=True)(params, part), parts)
         grads, tokens = jax.tree.map(lambda x: x.sum(0), (grads, tokens))
         if combine == "pmean of means":
-            return jax.lax.pmean(jax.tree.map(lambda x: x / tokens, grads), "data")
-        total = jax.lax.psum(tokens, "data") if combine == "psum" else jax.lax.pmean(tokens, "data")
-        return jax.tree.map(lambda x: x / total, jax.lax.psum(grads, "data"))
+            return jax.lax.pmean(jax.tree.map(lambda x: x / tokens, grads), over)
+        total = jax.lax.psum(tokens, over) if combine == "psum" else jax.lax.pmean(tokens, over)
+        return jax.tree.map(lambda x: x / total, jax.lax.psum(grads, over))
 
-    return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False))
+    return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P(AXES)), out_specs=P(), check_vma=False))
 
 
 def by_the_compiler(microbatches: int, devices: int = 1) -> Any:
@@ -108,14 +112,18 @@ def test_all_divisions_of_uneven_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("combine", "cause", "detail"),
+    ("wrong", "cause", "detail"),
     [
-        ("pmean of means", Cause.MEAN_OF_MEANS, "they weigh from"),
-        pytest.param(*("mean of tokens", Cause.SUM, "8 times the mean; there are 8 devices"), marks=pytest.mark.full),
+        ({"combine": "pmean of means"}, Cause.MEAN_OF_MEANS, "they weigh from"),
+        ({"over": "rows"}, Cause.NOT_EXCHANGED, "over examples 0, 1, 4, 5, 8, 9 and 2 more, divided by their weight"),
+        pytest.param(
+            *({"combine": "mean of tokens"}, Cause.SUM, "8 times the mean; there are 8 devices"), marks=pytest.mark.full
+        ),
+        pytest.param({"over": "columns"}, Cause.NOT_EXCHANGED, "over examples 0, 1, 2, 3", marks=pytest.mark.full),
     ],
 )
-def test_a_defect_of_the_exchange_is_named(combine: str, cause: Cause, detail: str) -> None:
-    report = check(partial(make_step, combine=combine), microbatches=(1,), devices=(8,))
+def test_a_defect_of_the_exchange_is_named(wrong: Any, cause: Cause, detail: str) -> None:
+    report = check(partial(make_step, **wrong), microbatches=(1,), devices=(8,))
     assert report.cause is cause, str(report)
     assert detail in report.faults[0].detail
     assert report.faults[0].run == "one batch on 8 devices"
