@@ -8,7 +8,7 @@ from typing import Any
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.reductions.algebra import Wrapper
-from gradcombine.verify.check.laws import LAWS, Contribution
+from gradcombine.verify.check.laws import LAWS, Contribution, Trial
 from tests.spec import exact
 
 ROUNDED_NAMES = ("moments", "adasum")
@@ -64,8 +64,8 @@ def sides(reduction: gc.Reduction, values: list[Any], weights: list[Any]) -> dic
 
     def pairs(name: str) -> list[tuple[Any, Any]]:
         law = TRACED[name]
-        both = law.sides(weighed, values[0], terms[: law.terms], lambda term: states[id(term)])
-        return [pair[:2] for pair in islice(both, FIRST.get(name))]
+        trial = Trial(weighed, values[0], terms[: law.terms], lambda term: states[id(term)])
+        return [pair[:2] for pair in islice(law.sides(trial), FIRST.get(name))]
 
     nothing = reduction.update(state, dict.fromkeys(values[0]), 1)
     # None adds nothing to the value; the weight still counts.

@@ -59,7 +59,7 @@ class KerasRun:
             self._copy.build(self._copy_params)
         self._steps_since_call = 0
 
-    def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
+    def __call__(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
         del extra  # for optax only
         self._steps_since_call += 1
         tensors = [None if x is None else tf.convert_to_tensor(x) for x in gradient]

@@ -29,7 +29,7 @@ from gradcombine.verify.check.laws import (
     Contribution,
     Law,
     Sides,
-    Terms,
+    Trial,
     copy_of,
     mapped,
     own_state,
@@ -55,7 +55,7 @@ class Stretch(NamedTuple):
 
 class Case(NamedTuple):
     stretch: Stretch
-    terms: Terms
+    terms: Sequence[Contribution]
 
 
 class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's others)
@@ -232,7 +232,7 @@ def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -
 
     allowed = 0 if law.exact else ulps
     try:
-        for sides in law.sides(reduction, like, copied, made):
+        for sides in law.sides(Trial(reduction, like, copied, made)):
             (lefts, one), (rights, other) = (tree.flatten(side) for side in sides[:2])
             if one != other or not all(_near(x, y, allowed, largest) for x, y in zip(lefts, rights, strict=True)):
                 return sides

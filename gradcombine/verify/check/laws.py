@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -35,9 +35,24 @@ class Sides(NamedTuple):
     captions: tuple[str, str]
 
 
-Terms: TypeAlias = Sequence[Contribution]
-Made: TypeAlias = Callable[[Contribution], State]
-"""Function that returns a state with one contribution, once or many times."""
+class Trial(NamedTuple):
+    """Arguments of a law.
+
+    Attributes:
+      reduction: the reduction under test.
+      like: a tree like the contributions' values.
+      terms: the contributions.
+      state: function that returns a state with one contribution, once or many times.
+    """
+
+    reduction: Reduction
+    like: Tree
+    terms: Sequence[Contribution]
+    state: Callable[[Contribution], State]
+
+    def values(self, left: State, right: State, captions: tuple[str, str]) -> Sides:
+        """Compares two states by their values."""
+        return Sides(self.reduction.finalize(left), self.reduction.finalize(right), captions)
 
 
 class Law(NamedTuple):
@@ -46,124 +61,108 @@ class Law(NamedTuple):
     Attributes:
       statement: the law in words.
       terms: number of contributions.
-      sides: ``sides(reduction, like, contributions, made)`` yields pairs that have to be equal.
+      sides: yields pairs that have to be equal.
       exact: whether they have to be bitwise equal even if rounding is allowed.
       waiver: the argument of `check_reduction` that waives the law.
     """
 
     statement: str
     terms: int
-    sides: Callable[[Reduction, Tree, Terms, Made], Iterator[Sides]]
+    sides: Callable[[Trial], Iterator[Sides]]
     exact: bool = False
     waiver: str = ""
 
 
-def _empty(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del terms, state
-    value = reduction.finalize(reduction.init(like))
+def _empty(t: Trial) -> Iterator[Sides]:
+    value = t.reduction.finalize(t.reduction.init(t.like))
     yield Sides(value, mapped(lambda x: np.where(x != x, 0, x), value), ("finalize(init(like))", "without NaN"))
 
 
-def _runs(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    empty, a = reduction.init(like), state(terms[0])
-    expected = mapped(np.zeros_like, reduction.finalize(empty))
-    for other in (reduction.merge(a, a), reduction.merge(empty, a), reduction.merge(a, empty), reduction.clear(a)):
-        received = mapped(np.zeros_like, reduction.finalize(other))
+def _runs(t: Trial) -> Iterator[Sides]:
+    r, empty, a = t.reduction, t.reduction.init(t.like), t.state(t.terms[0])
+    expected = mapped(np.zeros_like, r.finalize(empty))
+    for other in (r.merge(a, a), r.merge(empty, a), r.merge(a, empty), r.clear(a)):
+        received = mapped(np.zeros_like, r.finalize(other))
         yield Sides(received, expected, ("shapes and dtypes of a value", "of the empty state's"))
 
 
-def _deterministic(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like
-    a, b = (state(term) for term in terms)
+def _deterministic(t: Trial) -> Iterator[Sides]:
+    a, b = map(t.state, t.terms)
     for name, run in (
-        ("update", lambda: state(terms[0])),
-        ("merge", lambda: reduction.merge(a, b)),
-        ("finalize", lambda: reduction.finalize(a)),
+        ("update", lambda: t.state(t.terms[0])),
+        ("merge", lambda: t.reduction.merge(a, b)),
+        ("finalize", lambda: t.reduction.finalize(a)),
     ):
-        yield Sides(run(), run(), (f"{name}", f"{name} again"))
+        yield Sides(run(), run(), (name, f"{name} again"))
 
 
-def _pure(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del state
-    empty = reduction.init(like)
-    kept: list[tuple[str, Any, Any]] = []
+def _pure(t: Trial) -> Iterator[Sides]:
+    r, empty, kept = t.reduction, t.reduction.init(t.like), list[tuple[str, Any, Any]]()
 
-    def keep(name: str, tree: Any) -> Any:
+    def keep(name: str, tree: Any) -> None:
         kept.append((name, tree, mapped(np.array, tree)))
-        return tree
 
     def unchanged(function: str) -> Iterator[Sides]:
         return (Sides(now, then, (f"{name} after {function}", "before")) for name, now, then in kept)
 
     keep("the empty state", empty)
     states: list[State] = []
-    for term in terms:
+    for term in t.terms:
         keep("a contribution", term.value)
-        states.append(reduction.update(empty, *term))
+        states.append(r.update(empty, *term))
         yield from unchanged("update")
         keep("a state", states[-1])
-    for name, run in (("finalize", reduction.finalize), ("clear", reduction.clear), ("merge", reduction.merge)):
+    for name, run in (("finalize", r.finalize), ("clear", r.clear), ("merge", r.merge)):
         run(*(states if name == "merge" else states[:1]))
         yield from unchanged(name)
 
 
-def _identity(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    empty, a = reduction.init(like), state(terms[0])
-    yield _values(reduction, reduction.merge(empty, a), a, ("merge(init, a)", "a"))
-    yield _values(reduction, reduction.merge(a, empty), a, ("merge(a, init)", "a"))
-    none, twice = reduction.merge(empty, reduction.init(like)), reduction.merge(a, a)
-    yield _values(reduction, none, empty, ("merge(init, init)", "init"))
-    for name, same in (("merge(init, a)", reduction.merge(none, a)), ("merge(a, init)", reduction.merge(a, none))):
+def _identity(t: Trial) -> Iterator[Sides]:
+    r, empty, a = t.reduction, t.reduction.init(t.like), t.state(t.terms[0])
+    yield t.values(r.merge(empty, a), a, ("merge(init, a)", "a"))
+    yield t.values(r.merge(a, empty), a, ("merge(a, init)", "a"))
+    none, twice = r.merge(empty, r.init(t.like)), r.merge(a, a)
+    yield t.values(none, empty, ("merge(init, init)", "init"))
+    for name, same in (("merge(init, a)", r.merge(none, a)), ("merge(a, init)", r.merge(a, none))):
         # Differences that the value hides may appear in the next merge.
-        yield _values(reduction, reduction.merge(same, a), twice, (f"merge({name}, a)", "merge(a, a)"))
+        yield t.values(r.merge(same, a), twice, (f"merge({name}, a)", "merge(a, a)"))
 
 
-def _update(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like
-    s = state(terms[0])
-    merged = reduction.merge(s, reduction.update(reduction.init(terms[1].value), *terms[1]))
-    yield _values(
-        reduction, reduction.update(s, *terms[1]), merged, ("update(s, v, w)", "merge(s, update(init, v, w))")
-    )
+def _update(t: Trial) -> Iterator[Sides]:
+    r, s, term = t.reduction, t.state(t.terms[0]), t.terms[1]
+    merged = r.merge(s, r.update(r.init(term.value), *term))
+    yield t.values(r.update(s, *term), merged, ("update(s, v, w)", "merge(s, update(init, v, w))"))
 
 
-def _weight_0(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like
-    s, (value, weight) = state(terms[0]), terms[1]
+def _weight_0(t: Trial) -> Iterator[Sides]:
+    s, (value, weight) = t.state(t.terms[0]), t.terms[1]
     for name, x in (("v", value), ("NaN", _nan(value))):
         for zero in (0, weight * 0):
-            yield Sides(reduction.update(s, x, zero), s, (f"update(s, {name}, 0)", "s"))
+            yield Sides(t.reduction.update(s, x, zero), s, (f"update(s, {name}, 0)", "s"))
 
 
-def _twice(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like
-    s, (v, w) = state(terms[0]), terms[1]
-    twice = reduction.update(reduction.update(s, v, w), v, w)
-    yield _values(
-        reduction, reduction.update(s, v, 2 * w), twice, ("update(s, v, 2 * w)", "update(update(s, v, w), v, w)")
-    )
+def _twice(t: Trial) -> Iterator[Sides]:
+    r, s, (v, w) = t.reduction, t.state(t.terms[0]), t.terms[1]
+    twice = r.update(r.update(s, v, w), v, w)
+    yield t.values(r.update(s, v, 2 * w), twice, ("update(s, v, 2 * w)", "update(update(s, v, w), v, w)"))
 
 
-def _clear(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    yield Sides(reduction.clear(state(terms[0])), reduction.init(like), ("clear(s)", "init"))
+def _clear(t: Trial) -> Iterator[Sides]:
+    yield Sides(t.reduction.clear(t.state(t.terms[0])), t.reduction.init(t.like), ("clear(s)", "init"))
 
 
-def _associative(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like
-    a, b, c = (state(term) for term in terms)
-    left, right = reduction.merge(reduction.merge(a, b), c), reduction.merge(a, reduction.merge(b, c))
-    yield _values(reduction, left, right, ("merge(merge(a, b), c)", "merge(a, merge(b, c))"))
+def _associative(t: Trial) -> Iterator[Sides]:
+    merge, (a, b, c) = t.reduction.merge, map(t.state, t.terms)
+    yield t.values(merge(merge(a, b), c), merge(a, merge(b, c)), ("merge(merge(a, b), c)", "merge(a, merge(b, c))"))
 
 
-def _commutative(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like
-    a, b = (state(term) for term in terms)
-    yield _values(reduction, reduction.merge(a, b), reduction.merge(b, a), ("merge(a, b)", "merge(b, a)"))
+def _commutative(t: Trial) -> Iterator[Sides]:
+    merge, (a, b) = t.reduction.merge, map(t.state, t.terms)
+    yield t.values(merge(a, b), merge(b, a), ("merge(a, b)", "merge(b, a)"))
 
 
-def _same_everywhere(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
-    del like, state
-    places = _places(reduction, terms)
+def _same_everywhere(t: Trial) -> Iterator[Sides]:
+    places = _places(t.reduction, t.terms)
     name, first = next(places)
     return (Sides(value, first, (place, name)) for place, value in places)
 
@@ -190,12 +189,7 @@ LAWS = (
 DETERMINISTIC = LAWS[3]
 
 
-def _values(reduction: Reduction, left: State, right: State, captions: tuple[str, str]) -> Sides:
-    """Compares two states by their values."""
-    return Sides(reduction.finalize(left), reduction.finalize(right), captions)
-
-
-def _places(reduction: Reduction, terms: Terms) -> Iterator[tuple[str, Any]]:
+def _places(reduction: Reduction, terms: Sequence[Contribution]) -> Iterator[tuple[str, Any]]:
     """Yields the value of the contributions in every place, lazily."""
     values, weights = zip(*terms, strict=True)
     half = len(terms) // 2
@@ -220,7 +214,7 @@ def _places(reduction: Reduction, terms: Terms) -> Iterator[tuple[str, Any]]:
             yield f"{len(terms)} replicas with 1 each, {order}", value
 
 
-def _window(reduction: Reduction, terms: Terms, order: Order) -> State:
+def _window(reduction: Reduction, terms: Sequence[Contribution], order: Order) -> State:
     acc = accumulate(reduction, every=len(terms), order=order)
     state = acc.init(terms[0].value)
     for value, weight in terms:

@@ -15,7 +15,7 @@ import optax
 
 from gradcombine import tree
 from gradcombine.errors import invalid
-from gradcombine.verify.check.windows import Leaves, Outcome, leaves
+from gradcombine.verify.check.windows import Leaves, Outcome, Run, leaves
 
 Wrap = Callable[[Any, int], Any]
 
@@ -51,15 +51,11 @@ def probe(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         gradient = jax.lax.optimization_barrier(updates)
         result, inner_state = wrapped.update(gradient, state.inner, params, **extra_args)
         result = jax.lax.optimization_barrier(result)
-        last_gradient = jax.tree.map(_cast, gradient, state.gradient)
-        last_updates = jax.tree.map(_cast, result, state.updates)
-        return result, ProbeState(state.calls + 1, last_gradient, last_updates, inner_state)
+        new, old = (gradient, result), (state.gradient, state.updates)
+        last = jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
+        return result, ProbeState(state.calls + 1, *last, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _cast(x: jax.Array, like: jax.Array) -> jax.Array:
-    return x.astype(like.dtype)
 
 
 class OptaxTraining:
@@ -70,34 +66,30 @@ class OptaxTraining:
         self.gradient = _gradient(loss)
         self._compiled: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
-    def start(self, microbatches: int, params: Any, alone: bool) -> OptaxRun:
+    def start(self, microbatches: int, params: Any, alone: bool) -> Run:
         if (microbatches, alone) not in self._compiled:
             accumulating = self._wrap(probe(optax.identity() if alone else self._inner), microbatches)
             self._compiled[microbatches, alone] = accumulating.init, jax.jit(accumulating.update)
-        return OptaxRun(*self._compiled[microbatches, alone], params)
+        init, compiled = self._compiled[microbatches, alone]
+        params = jax.tree.map(jnp.asarray, params)
+        structure, state = tree.flatten(params)[1], init(params)
 
+        def step(gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
+            nonlocal state
+            gradients = tree.unflatten(structure, [None if x is None else jnp.asarray(x) for x in gradient])
+            before = int(_probe_state(state).calls)
+            updates, state = compiled(gradients, state, params, **extra)
+            probed, applied = _probe_state(state), leaves(updates)
+            calls = int(probed.calls) - before
+            moved = any(np.any(x != 0) for x in applied if x is not None)
+            changed = calls > 0 and any(
+                not np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
+                for x, y in zip(applied, leaves(probed.updates), strict=True)
+                if x is not None and y is not None
+            )
+            return Outcome(moved, calls, leaves(probed.gradient) if calls else None, changed)
 
-class OptaxRun:
-    """A sequence of updates of an accumulating optax transformation."""
-
-    def __init__(self, init: Any, update: Any, params: Any) -> None:
-        self._params, self._update = jax.tree.map(jnp.asarray, params), update
-        self._structure = tree.flatten(self._params)[1]
-        self._state = init(self._params)
-        self._calls = int(_probe_state(self._state).calls)
-
-    def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
-        gradients = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
-        updates, self._state = self._update(gradients, self._state, self._params, **extra)
-        probed, applied = _probe_state(self._state), leaves(updates)
-        calls, self._calls = int(probed.calls) - self._calls, int(probed.calls)
-        moved = any(np.any(x != 0) for x in applied if x is not None)
-        changed = calls > 0 and any(
-            not np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
-            for x, y in zip(applied, leaves(probed.updates), strict=True)
-            if x is not None and y is not None
-        )
-        return Outcome(moved, calls, leaves(probed.gradient) if calls else None, changed)
+        return step
 
 
 @lru_cache(maxsize=8)

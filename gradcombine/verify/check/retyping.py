@@ -43,10 +43,12 @@ class Program:
       problem: the reason why it does not run in float64; empty if it does.
     """
 
+    _structure: tree.Structure
+
     def __init__(self, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> None:
         jax = sys.modules["jax"]
         self._inputs = [i for i, x in enumerate(leaves) if is_present(x) and not isinstance(x, NUMBERS)]
-        self._outputs, self._results, self._structure = list[int](), list[Any](), None
+        self._outputs, self._results = list[int](), list[Any]()
 
         def run(arrays: Arrays) -> list[Any]:
             arguments = list(leaves)

@@ -50,10 +50,8 @@ class Outcome(NamedTuple):
     changed: bool
 
 
-class Run(Protocol):
-    """A sequence of updates."""
-
-    def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome: ...
+Run: TypeAlias = Callable[[Leaves, Mapping[str, Any]], Outcome]
+"""A sequence of updates: function of the next gradient and keyword arguments."""
 
 
 class Training(Protocol):
@@ -182,7 +180,7 @@ class Windows:
             )
         run = self._training.start(len(self._rows[0]), params, alone)
         return [
-            [run.step(self._leaves(x, wide), self._extra(i, i + 1 == len(window))) for i, x in enumerate(window)]
+            [run(self._leaves(x, wide), self._extra(i, i + 1 == len(window))) for i, x in enumerate(window)]
             for window in rows
         ]
 

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-import gradcombine as gc
-from gradcombine import reductions
+from gradcombine import GradCombineError, reductions
 from gradcombine.integrations.optax import accumulate
 from gradcombine.verify import Cause, check_microbatches
 from tests.verify.microbatches.problem import (
@@ -236,5 +235,28 @@ def test_parameters_that_the_loss_cannot_take_are_refused(params: Any, received:
         return jnp.mean((x @ p["w"]) ** 2)
 
     batch = np.ones((4, 2), np.float32)
-    with pytest.raises(gc.GradCombineError, match=f"^check_microbatches: expected .*{received}"):
+    with pytest.raises(GradCombineError, match=f"^check_microbatches: expected .*{received}"):
         check_microbatches(loss, params, batch, optax.sgd(0.1), optax.MultiSteps)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inner", "accumulating", "options", "message"),
+    [
+        ({}, SGD, accumulate, {}, "a batch of two examples or more, received none"),
+        (ALIKE, SGD, accumulate, {"microbatches": [32]}, "as many examples as parts: 32 microbatches"),
+        (ALIKE, SGD, lambda inner, k: accumulate(SGD, k), {}, "inner transformation once, received 0 times"),
+        (ALIKE, SGD, lambda inner, k: optax.chain(accumulate(inner, k), accumulate(inner, k)), {}, "received 2 times"),
+        (ALIKE, SGD, lambda inner, k: 3, {}, "received AttributeError"),
+        (ALIKE, "sgd", accumulate, {}, "an optax transformation or a Keras optimizer, received str"),
+        (
+            ALIKE,
+            SGD,
+            accumulate,
+            {"loss": lambda params, batch: params["w"][0] * np.float32("nan")},
+            "finite gradients",
+        ),
+    ],
+)
+def test_is_refused(batch: Any, inner: Any, accumulating: Any, options: Any, message: str) -> None:
+    with pytest.raises(GradCombineError, match=f"^check_microbatches: .*{message}"):
+        check(batch, inner, accumulating, **options)

@@ -1,4 +1,4 @@
-"""The source line a fault points to, and defects that an optimizer or a discontinuity could hide."""
+"""The source line a fault points to, and defects that an optimizer, a discontinuity or rounding could hide."""
 
 from __future__ import annotations
 
@@ -429,3 +429,37 @@ def test_a_microbatch_that_is_lost_among_means() -> None:
 
     uneven = BATCH | {"mask": np.float32([1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1])}
     assert check_step(make_step, PARAMS, uneven).cause is Cause.LOST
+
+
+LAYER = {"a": RNG.normal(size=(5, 32)).astype(np.float32), "w": RNG.normal(size=32).astype(np.float32)}
+
+
+def layer_norm(k: int, epsilon: float, guard: bool = False) -> Any:
+    """A step through a layer norm with this epsilon; `guard`: whether its divisor is clamped from below."""
+
+    def error(p: Any, x: Any) -> Any:
+        h = x["x"] @ p["a"]
+        h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + np.float32(epsilon))
+        return ((h @ p["w"] - x["y"]) ** 2).mean()
+
+    @jax.jit
+    def step(p: Any, batch: Any) -> Any:
+        total = jax.tree.map(lambda x: x.sum(0), jax.lax.map(lambda one: jax.grad(error)(p, one), parts(batch, k)))
+        count = jnp.maximum(jnp.float32(k), np.float32(1e-9)) if guard else jnp.float32(k)
+        return jax.tree.map(lambda x: x / count, total)
+
+    return step
+
+
+def test_another_epsilon_is_told() -> None:
+    report = check_step(lambda k: layer_norm(k, 1e-5 if k == 1 else 1e-6), LAYER, BATCH)
+    assert report.verdict is Verdict.CANNOT_TELL, report
+    assert report.not_checked == (
+        "constants: 1e-05 in one batch but 1e-06 in 4 microbatches, a difference that rounding may hide",
+    )
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["same", "guarded"])
+def test_the_same_epsilon_passes_with_a_guard_in_addition(guard: bool) -> None:
+    report = check_step(lambda k: layer_norm(k, 1e-5, guard and k > 1), LAYER, BATCH)
+    assert report.passes, report

@@ -116,17 +116,15 @@ def last_statistics(k: int) -> Any:
     return step
 
 
+def gradient_of(p: Any, batch: Any, k: int, i: int) -> Any:
+    """The i-th microbatch's share in the gradient of the mean over all words."""
+    return jax.grad(lambda p: LM(p, part(batch, k, i))[0] / shifted(batch)[2].sum())(p)
+
+
 def erased(k: int) -> Any:
     """Each microbatch overwrites the gradient."""
 
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        count, grads = shifted(batch)[2].sum(), None
-        for i in range(k):
-            grads = jax.grad(lambda p, i=i: LM(p, part(batch, k, i))[0] / count)(p)
-        return grads
-
-    return step
+    return jax.jit(lambda p, batch: gradient_of(p, batch, k, k - 1))
 
 
 class Kept:
@@ -148,10 +146,7 @@ def transformed_each(tx: Any) -> Make:
     def make_step(k: int) -> Any:
         @jax.jit
         def step(p: Any, batch: Any) -> Any:
-            count, total = shifted(batch)[2].sum(), jax.tree.map(jnp.zeros_like, p)
-            for i in range(k):
-                grads = jax.grad(lambda p, i=i: LM(p, part(batch, k, i))[0] / count)(p)
-                total = plus(total, tx.update(grads, tx.init(p), p)[0])
+            total = plus(*(tx.update(gradient_of(p, batch, k, i), tx.init(p), p)[0] for i in range(k)))
             return jax.tree.map(lambda x, y: x - 0.1 * y, p, total)
 
         return step
@@ -164,10 +159,9 @@ def scheduled_each(k: int) -> Any:
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
-        state, total, count = tx.init(p), jax.tree.map(jnp.zeros_like, p), shifted(batch)[2].sum()
+        state, total = tx.init(p), jax.tree.map(jnp.zeros_like, p)
         for i in range(k):
-            grads = jax.grad(lambda p, i=i: LM(p, part(batch, k, i))[0] / count)(p)
-            updates, state = tx.update(grads, state, p)
+            updates, state = tx.update(gradient_of(p, batch, k, i), state, p)
             total = plus(total, updates)
         return plus(p, total)
 
@@ -177,10 +171,9 @@ def scheduled_each(k: int) -> Any:
 def decayed_each(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
-        at, count = p, shifted(batch)[2].sum()
+        at = p
         for i in range(k):
-            grads = jax.grad(lambda p, i=i: LM(p, part(batch, k, i))[0] / count)(p)
-            at = jax.tree.map(lambda x, g: x * (1 - 1e-2) - 0.1 * g, at, grads)
+            at = jax.tree.map(lambda x, g: x * (1 - 1e-2) - 0.1 * g, at, gradient_of(p, batch, k, i))
         return at
 
     return step
@@ -274,82 +267,61 @@ STATISTICS = {"line": LINE, "mean": np.zeros(5, np.float32)}
 Pair = tuple[Make, Any, Any, dict[str, Any], Cause, str, str]
 PAIRED: dict[str, Pair] = {
     "groups cut apart": (
-        by_counts(lambda p, x: policy(p, x, advantages(x["reward"], x["group"], 2))),
-        *(LAYERS, ALTERNATING, {}),
-        *(Cause.STATISTICS, "", "groups not split by microbatches"),
+        by_counts(lambda p, x: policy(p, x, advantages(x["reward"], x["group"], 2))), LAYERS, ALTERNATING, {},
+        Cause.STATISTICS, "", "groups not split by microbatches",
     ),
     "advantages of a microbatch": (
-        *(by_counts(whitened), LAYERS, REWARDED, {}),
-        *(Cause.STATISTICS, "", "advantages_before_the_division"),
+        by_counts(whitened), LAYERS, REWARDED, {}, Cause.STATISTICS, "", "advantages_before_the_division",
     ),
     "the hardest of a microbatch": (
-        *(by_counts(hardest), LAYERS, REWARDED, {}),
-        *(Cause.SELECTION, "of weight 0 in one batch", "a mean of sequences' means"),
+        by_counts(hardest), LAYERS, REWARDED, {},
+        Cause.SELECTION, "of weight 0 in one batch", "a mean of sequences' means",
     ),
     "a mean of policies' means": (
-        mean_of(lambda p, x: policy(p, x, x["reward"])),
-        *(LAYERS, REWARDED, {}),
-        *(Cause.MEAN_OF_MEANS, "", "advantages_before_the_division"),
+        mean_of(lambda p, x: policy(p, x, x["reward"])), LAYERS, REWARDED, {},
+        Cause.MEAN_OF_MEANS, "", "advantages_before_the_division",
     ),
-    "survivors of a filter": (
-        *(mean_of(survivors), LAYERS, REWARDED, {}),
-        *(Cause.MEAN_OF_MEANS, "", "two_denominators"),
-    ),
+    "survivors of a filter": (mean_of(survivors), LAYERS, REWARDED, {}, Cause.MEAN_OF_MEANS, "", "two_denominators"),
     "a constant, added up": (by_a_constant, LAYERS, REWARDED, {}, Cause.SUM, "4 times", "two_denominators"),
     "divided twice": (divided_twice, LINE, ROWS, {}, Cause.SCALED, "by 1 / 4", "quantile"),
     "a penalty at each": (penalty_each, P, TEXT, {}, Cause.ADDED, "0.03 times the parameters", "penalty_added_once"),
     "negatives of a microbatch": (
-        by_rows(lambda p, x: contrasted(x["x"] @ p["x"], x["y"] @ p["y"])),
-        *(TOWERS, PAIRS, {}),
-        *(Cause.STATISTICS, "", "embeddings_first"),
+        by_rows(lambda p, x: contrasted(x["x"] @ p["x"], x["y"] @ p["y"])), TOWERS, PAIRS, {},
+        Cause.STATISTICS, "", "embeddings_first",
     ),
     "statistics of a microbatch": (
-        by_rows(lambda p, x: ((normalized(p, x["x"]) - x["y"]) ** 2).mean()),
-        *(NORMALIZED["params"], ROWS, {}),
-        *(Cause.STATISTICS, "", "statistics_over_microbatches"),
+        by_rows(lambda p, x: ((normalized(p, x["x"]) - x["y"]) ** 2).mean()), NORMALIZED["params"], ROWS, {},
+        Cause.STATISTICS, "", "statistics_over_microbatches",
     ),
     "the last statistics are kept": (
-        *(last_statistics, STATISTICS, ROWS, NEW),
-        *(Cause.LOST, "all but the last microbatch", "quantile"),
+        last_statistics, STATISTICS, ROWS, NEW, Cause.LOST, "all but the last microbatch", "quantile",
     ),
     "each request erases the last": (erased, P, TEXT, {}, Cause.LOST, "all but the last", "words_counted_first"),
     "not cleared between calls": (Kept, P, TEXT, {}, Cause.STATE, "", "float32"),
     "clipped at each": (
-        transformed_each(optax.clip_by_global_norm(0.05)),
-        *(P, TEXT, NEW),
-        *(Cause.CHANGED_BEFORE, "a norm of 0.005", "adamw, clipped, with a schedule"),
+        transformed_each(optax.clip_by_global_norm(0.05)), P, TEXT, NEW,
+        Cause.CHANGED_BEFORE, "a norm of 0.005", "adamw, clipped, with a schedule",
     ),
-    "muon at each": (
-        transformed_each(optax.contrib.muon(0.1)),
-        *(P, TEXT, NEW),
-        *(Cause.CHANGED_BEFORE, "", "muon"),
-    ),
+    "muon at each": (transformed_each(optax.contrib.muon(0.1)), P, TEXT, NEW, Cause.CHANGED_BEFORE, "", "muon"),
     "a schedule at each": (
-        *(scheduled_each, P, TEXT, NEW),
-        *(
-            Cause.BY_PLACE,
-            "multiplied by 1, 3.25, 5.5, 7.75, also with the examples reversed",
-            "adamw, clipped, with a schedule",
-        ),
+        scheduled_each, P, TEXT, NEW, Cause.BY_PLACE,
+        "multiplied by 1, 3.25, 5.5, 7.75, also with the examples reversed", "adamw, clipped, with a schedule",
     ),
     "decay at each": (decayed_each, P, TEXT, NEW, Cause.MOVED, "by -0.0099999", "sgd with momentum"),
     "noise at each": (
-        transformed_each(optax.add_noise(0.01, 0.0, 0)),
-        *(P, TEXT, NEW),
-        *(Cause.ADDED, "copies of one", "noise once"),
+        transformed_each(optax.add_noise(0.01, 0.0, 0)), P, TEXT, NEW, Cause.ADDED, "copies of one", "noise once",
     ),
     "one key": (by_counts(one_key), P, TEXT, {}, Cause.KEY, "", "bfloat16 and dropout by sentence"),
     "keys of microbatches": (keys_of_microbatches, P, TEXT, {}, Cause.RANDOM, "", "bfloat16 and dropout by sentence"),
     "a narrow accumulator": (
-        *(narrow, P, TEXT, {}),
-        *(Cause.PRECISION, "", "bfloat16_parameters_and_float32_accumulator"),
+        narrow, P, TEXT, {}, Cause.PRECISION, "", "bfloat16_parameters_and_float32_accumulator",
     ),
     "cut short": (cut_short, P, TEXT, UNEVEN, Cause.LOST, "examples 6, 7", "float32"),
     "a reported loss": (reported, P, TEXT, {}, Cause.MEAN_OF_MEANS, "in 1 of", "means_weighted_by_words"),
     "means of devices": (means_of_devices, LINE, MASKED, TWO, Cause.MEAN_OF_MEANS, "per device", "weighted rows"),
     "summed twice": (summed_twice, LINE, MASKED, TWO, Cause.SUM, "there are 2 devices", "weighted rows"),
     "rolled on devices": (rolled_on_devices, P, FULL, TWO, Cause.NEIGHBOURS, "", "float32"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIRED)

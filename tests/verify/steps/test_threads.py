@@ -151,43 +151,36 @@ def joined(parts: list[Any]) -> Any:
     return {name: jnp.concatenate([x[name] for x in parts]) for name in parts[0]}
 
 
-def of_each(params: Any, parts: list[Any]) -> Any:
-    return sum(balance(params, x)[0] / balance(params, x)[1] for x in parts)
+def of_each(params: Any, parts: list[Any], term: Any = balance, by: Any = None) -> Any:
+    """Sum of the microbatches' means, each times its count of `by`."""
+    return sum(ratio(term, params, [x]) * (by(params, x)[1] if by else 1) for x in parts)
+
+
+def tokens(params: Any, parts: list[Any]) -> Any:
+    return sum(ahead(params, x)[1] for x in parts)
 
 
 CASES: dict[str, Case] = {
     # The balance loss of each microbatch is not divided by the number of microbatches.
     "NVIDIA-NeMo/Automodel#3359": loss_case(
-        beside_words(of_each),
-        right(ahead, balance),
-        Cause.DENOMINATOR,
-        "balance divided by the weight of balance in each microbatch, then summed",
+        beside_words(of_each), right(ahead, balance),
+        Cause.DENOMINATOR, "balance divided by the weight of balance in each microbatch, then summed",
         terms=WITH_EXPERTS,
     ),
     # The gradient of the balance loss is averaged over ranks once too often.
     "NVIDIA-NeMo/Automodel#1408": loss_case(
-        beside_words(lambda params, parts: ratio(balance, params, parts) / len(parts)),
-        right(ahead, balance),
-        Cause.DENOMINATOR,
-        "balance also divided by the number of microbatches",
-        terms=WITH_EXPERTS,
+        beside_words(lambda params, parts: ratio(balance, params, parts) / len(parts)), right(ahead, balance),
+        Cause.DENOMINATOR, "balance also divided by the number of microbatches", terms=WITH_EXPERTS,
     ),
     # A multi-token-prediction head has fewer tokens but is divided by those of the main head.
     "NVIDIA/Megatron-LM#3159": loss_case(
-        beside_words(lambda params, parts: ratio(ahead_2, params, parts, by=ahead)),
-        right(ahead, ahead_2),
-        Cause.DENOMINATOR,
-        "further divided by the weight of words",
-        terms=WITH_HEADS,
+        beside_words(lambda params, parts: ratio(ahead_2, params, parts, by=ahead)), right(ahead, ahead_2),
+        Cause.DENOMINATOR, "further divided by the weight of words", terms=WITH_HEADS,
     ),
     # The multi-token-prediction loss is a mean per microbatch, added to sums and divided by their tokens.
     "AI-Hypercomputer/maxtext#3311": loss_case(
-        lambda params, parts: (
-            ratio(ahead, params, parts)
-            + sum(ratio(ahead_2, params, [x]) for x in parts) / sum(ahead(params, x)[1] for x in parts)
-        ),
-        right(ahead, ahead_2),
-        Cause.DENOMINATOR,
+        beside_words(lambda params, parts: of_each(params, parts, ahead_2) / tokens(params, parts)),
+        right(ahead, ahead_2), Cause.DENOMINATOR,
         "further divided by the weight of further in each microbatch, then summed and divided by the weight of words",
         terms=WITH_HEADS,
     ),
@@ -195,9 +188,7 @@ CASES: dict[str, Case] = {
     "pytorch/torchtitan#3000": loss_case(
         beside_words(lambda params, parts: sum(balance_of_all(params, x) for x in parts) / len(parts)),
         beside_words(lambda params, parts: balance_of_all(params, joined(parts))),
-        Cause.STATISTICS,
-        "equal weights",
-        batch=FULL,
+        Cause.STATISTICS, "equal weights", batch=FULL,
     ),
     # Expert counts advance with each pass over a microbatch.
     "pytorch/torchtitan#4772": (Rolling, partial(Rolling, kept=False), {}, Cause.STATE, ""),
@@ -207,42 +198,25 @@ CASES: dict[str, Case] = {
     ),
     # Each chunk's gradient of the weights is rounded to 16 bits when stored; float32 is wide enough.
     "RL-Align/RL-Kernel#270": (
-        partial(in_chunks, dtype=jnp.bfloat16),
-        in_chunks,
-        {},
-        Cause.PRECISION,
-        "in float64 it equals one batch",
+        partial(in_chunks, dtype=jnp.bfloat16), in_chunks, {}, Cause.PRECISION, "in float64 it equals one batch",
     ),
     # Rows used by several microbatches keep only some of their contributions.
     "openxla/xla#49143": (
-        partial(in_a_scan, set_rows=True),
-        in_a_scan,
-        {},
-        Cause.SCATTER,
-        "rows keep one contribution",
+        partial(in_a_scan, set_rows=True), in_a_scan, {}, Cause.SCATTER, "rows keep one contribution",
     ),
     # A mean per microbatch, weighted by its tokens: correct only if all microbatches have equally many.
     "a balance weighed by tokens": loss_case(
-        beside_words(
-            lambda params, parts: (
-                sum(balance(params, x)[0] / balance(params, x)[1] * ahead(params, x)[1] for x in parts)
-                / sum(ahead(params, x)[1] for x in parts)
-            )
-        ),
-        right(ahead, balance),
-        Cause.DENOMINATOR,
+        beside_words(lambda params, parts: of_each(params, parts, by=ahead) / tokens(params, parts)),
+        right(ahead, balance), Cause.DENOMINATOR,
         "balance divided by the weight of balance in each microbatch, then averaged with the weights of words",
         terms=WITH_EXPERTS,
     ),
     # Everything is divided by the tokens of the window, including the balance loss.
     "a balance by tokens": loss_case(
-        beside_words(lambda params, parts: ratio(balance, params, parts, by=ahead)),
-        right(ahead, balance),
-        Cause.DENOMINATOR,
-        "balance divided by the weight of words",
-        terms=WITH_EXPERTS,
+        beside_words(lambda params, parts: ratio(balance, params, parts, by=ahead)), right(ahead, balance),
+        Cause.DENOMINATOR, "balance divided by the weight of words", terms=WITH_EXPERTS,
     ),
-}
+}  # fmt: skip
 
 
 def check(make_step: Any, options: dict[str, Any]) -> StepReport:
