@@ -222,10 +222,10 @@ def checked(
         faults = [inaccurate, *faults] if any_accurate else [*faults, inaccurate]
     progress(parts[-1], len(parts) - 1, len(parts))
     if not faults and subject.reverse:
-        in_reverse, split = subject.on(standard.reversed_batch), splits[-1]
-        result, name = in_reverse.run(split, in_reverse.batch), f"{split} in reverse order"
-        if distance(name, split, in_reverse.batch, result, reverse=True) > 1:
-            reversed_standard = Standard(in_reverse, unit)
+        split, in_reverse = splits[-1], standard.reversed_batch
+        result, name = subject.run(split, in_reverse), f"{split} in reverse order"
+        if distance(name, split, in_reverse, result, reverse=True) > 1:
+            reversed_standard = Standard(subject.on(in_reverse), unit)
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(cause, name, detail)
     if _differs(first, subject.run(ONE_BATCH, batch)):

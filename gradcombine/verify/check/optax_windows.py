@@ -52,8 +52,8 @@ def probe(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         result, inner_state = wrapped.update(gradient, state.inner, params, **extra_args)
         result = jax.lax.optimization_barrier(result)
         new, old = (gradient, result), (state.gradient, state.updates)
-        last = jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
-        return result, ProbeState(state.calls + 1, *last, inner_state)
+        last_gradient, last_updates = jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
+        return result, ProbeState(state.calls + 1, last_gradient, last_updates, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
