@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,11 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.integrations.horovod import AllReduce, LocalGradientAggregation
+from tests.integrations.tensorflow.strategies import RUNS
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("tensorflow")
 
-RUNS: dict[str, Callable[[Any], Any]] = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "compiled": lambda function: tf.function(function, jit_compile=True),
-}
 KINDS = ("new", "variable", "earlier")
 
 

@@ -15,6 +15,12 @@ import tensorflow as tf
 FULL = pytest.mark.full
 STRATEGIES = ("none", pytest.param("one_device", marks=FULL), "mirrored_2", pytest.param("mirrored_4", marks=FULL))
 
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "compiled": lambda function: tf.function(function, jit_compile=True),
+}
+
 
 @cache
 def mirrored(size: int) -> tf.distribute.Strategy:
@@ -98,14 +104,11 @@ def exact_mean(replicas: int, microbatches: range) -> np.ndarray:
     return rounded
 
 
+def microbatch(strategy: tf.distribute.Strategy, k: int) -> tuple[Any, Any]:
+    """The gradient and the weight of microbatch k on each replica."""
+    return per_replica(strategy, lambda r: gradient_at(r, k)), per_replica(strategy, lambda r: weight_at(r, k))
+
+
 def feed(strategy: tf.distribute.Strategy, step: Any, microbatches: range) -> list[bool]:
     """Returns for each call whether it applied a window."""
-    return [
-        bool(
-            step(
-                per_replica(strategy, lambda r, k=k: gradient_at(r, k)),
-                per_replica(strategy, lambda r, k=k: weight_at(r, k)),
-            )[0]
-        )
-        for k in microbatches
-    ]
+    return [bool(step(*microbatch(strategy, k))[0]) for k in microbatches]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import keras
@@ -21,12 +20,12 @@ from tests.integrations.tensorflow.strategies import (
     given,
     gradient_at,
     local,
+    microbatch,
     mirrored,
     per_replica,
     replace,
     scope,
     subtract,
-    weight_at,
 )
 from tests.spec.selection import cases
 
@@ -155,12 +154,9 @@ def test_mean_of_300_bfloat16_ones_is_1(size: int) -> None:
 
 
 def test_the_whole_step_compiles_without_a_strategy() -> None:
-    w, inner = tf.Variable(tf.zeros(3)), keras.optimizers.SGD(1.0)
-    module = AccumulatedStep(given, [w], inner, every=2)
-    step = tf.function(module, jit_compile=True)
-    for k in range(4):
-        applied, _ = step(tf.constant(gradient_at(0, k)), tf.constant(weight_at(0, k)))
-        assert bool(applied) == (k % 2 == 1)
+    w = tf.Variable(tf.zeros(3))
+    step = tf.function(AccumulatedStep(given, [w], keras.optimizers.SGD(1.0), every=2), jit_compile=True)
+    assert feed(tf.distribute.get_strategy(), step, range(4)) == [False, True] * 2
     np.testing.assert_array_equal(w.numpy(), -exact_mean(1, range(2)) - exact_mean(1, range(2, 4)), strict=True)
     assert step.experimental_get_tracing_count() == 1
 
@@ -181,10 +177,7 @@ def test_a_compiled_gradient_function_and_its_outputs(strategy: Any) -> None:
 
     step = tf.function(AccumulatedStep(gradients, [w], subtract, every=2))
     for k in range(2):
-        _, outputs = step(
-            per_replica(strategy, lambda r, k=k: gradient_at(r, k)),
-            per_replica(strategy, lambda r, k=k: weight_at(r, k)),
-        )
+        _, outputs = step(*microbatch(strategy, k))
         for rank, loss in enumerate(strategy.experimental_local_results(outputs["loss"])):
             assert loss.numpy() == gradient_at(rank, k).sum()
     expected = 1 - exact_mean(strategy.num_replicas_in_sync, range(2))
@@ -211,21 +204,6 @@ def test_autograph_converts_the_functions_of_the_caller(strategy: Any) -> None:
             per_replica(strategy, lambda r, x=weight: np.int32(x)),
         )
         np.testing.assert_array_equal(w.numpy(), np.full(3, expected, np.float32), strict=True)
-
-
-@REPLICATED
-def test_tree_order_gives_the_bits_of_the_list(strategy: Any) -> None:
-    n = strategy.num_replicas_in_sync
-    drawn = np.random.default_rng(0).standard_normal((n, 4, 64), np.float32)
-    w = tf.Variable(tf.zeros(64))
-    step = tf.function(AccumulatedStep(given, [w], replace, every=4, order="tree"))
-    weights = np.arange(1, 4 * n + 1, dtype=np.float32).reshape(n, 4)
-    for k in range(4):
-        step(per_replica(strategy, lambda r, k=k: drawn[r, k]), per_replica(strategy, lambda r, k=k: weights[r, k]))
-    expected = gc.combine(
-        gc.reductions.mean(), list(drawn.reshape(-1, 64)), weights=weights.ravel().tolist(), order="tree"
-    )
-    np.testing.assert_array_equal(w.numpy(), expected, strict=True)
 
 
 def test_sparse_gradients_become_dense(strategy: Any, run: Any) -> None:
@@ -258,14 +236,13 @@ def test_a_number_that_comes_again_counts_once(strategy: Any, run: Any, order: A
     step, expected = run(module), np.zeros(3, np.float32)
     for _ in range(2):
         for k in (1, 0, 1, 1, 0):
-            value, weight = (per_replica(strategy, partial(of, k=k)) for of in (gradient_at, weight_at))
-            step(value, weight, number=per_replica(strategy, lambda r, k=k: np.int32(k * size + r)))
+            step(*microbatch(strategy, k), number=per_replica(strategy, lambda r, k=k: np.int32(k * size + r)))
         gc.ledger.require_once(*module.states())
         assert module.flush()
         expected -= exact_mean(size, range(2))
         np.testing.assert_array_equal(w.numpy(), expected)
     with pytest.raises(gc.GradCombineError, match=f"from 0 to {2 * size - 1}, or -1, received {2 * size}"):
-        module(value, weight, number=per_replica(strategy, lambda r: np.int32(2 * size)))
+        module(*microbatch(strategy, 0), number=per_replica(strategy, lambda r: np.int32(2 * size)))
 
 
 @REPLICATED
@@ -276,13 +253,12 @@ def test_microbatches_have_the_numbers_that_calls_give_them(strategy: Any, run: 
     module = AccumulatedStep(given, [w], subtract, every=2, reduction=numbered)
     step = run(module)
     for k in (1, 0):
-        value, weight = (per_replica(strategy, partial(of, k=k)) for of in (gradient_at, weight_at))
         number = per_replica(strategy, lambda r, k=k: np.int32(k * size + r))
-        step(value, weight, number=number)
+        step(*microbatch(strategy, k), number=number)
         held = [gc.ledger.read(state).held for state in module.states()]
         assert held == [tuple(x * size + r for x in range(k, 2)) for r in range(size)]
     gc.ledger.require_once(*module.states())
     np.testing.assert_array_equal(w.numpy(), -exact_mean(size, range(2)))
     plain = AccumulatedStep(given, [w], subtract, every=2)
     with pytest.raises(gc.GradCombineError, match="no number, or a reduction that is numbered"):
-        plain(value, weight, number=number)
+        plain(*microbatch(strategy, 0), number=number)

@@ -14,31 +14,30 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.keras import Accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from tests.integrations.tensorflow.strategies import FULL, given, mirrored, per_replica, replace
+from tests.integrations.tensorflow.strategies import FULL, RUNS, given, mirrored, per_replica, replace
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("tensorflow")
 
 EVERY = 5
 
-RUNS = {
-    "eager": lambda step: step,
-    "function": tf.function,
-    "xla": lambda step: tf.function(step, jit_compile=True),
-    "function_in_xla": lambda step: _in_xla(tf.function(step)),
+CALLS = {
+    **{name: lambda step, *_, run=run: run(step) for name, run in RUNS.items()},
+    "function_in_xla": lambda step, *batch: _in_xla(tf.function(step), *batch),
 }
+"""Functions of a step and an example of its batch."""
 
 
-def _in_xla(step: Any) -> Any:
+def _in_xla(step: Any, *batch: Any) -> Any:
     """A step that was already traced as a standalone graph and then runs inside a compiled one."""
-    step(tf.zeros(33), tf.zeros(()))
+    step.get_concrete_function(*batch)
     return tf.function(lambda *batch: step(*batch), jit_compile=True)
 
 
-QUICK = [*(("mean", run) for run in RUNS), ("sum", "eager")]
+QUICK = [*(("mean", run) for run in CALLS), ("sum", "eager")]
 
 
-@pytest.mark.parametrize(("name", "run"), cases(QUICK, ("mean", "sum"), RUNS))
+@pytest.mark.parametrize(("name", "run"), cases(QUICK, ("mean", "sum"), CALLS))
 def test_windows_have_the_bits_of_a_left_chain(name: str, run: str) -> None:
     reduction = getattr(reductions, name)()
     rng = np.random.default_rng(0)
@@ -49,10 +48,7 @@ def test_windows_have_the_bits_of_a_left_chain(name: str, run: str) -> None:
     weights[2, 0], gradients[2, 0, 2] = 0, np.inf  # the first contribution of this window is masked
     weights[0, 3], gradients[0, 3, 2] = 0, np.nan
     w = tf.Variable(tf.zeros(33))
-    module = AccumulatedStep(given, [w], replace, every=EVERY, reduction=reduction)
-    step = RUNS[run](module)
-    if run == "function_in_xla":
-        module.flush()
+    step = CALLS[run](AccumulatedStep(given, [w], replace, every=EVERY, reduction=reduction), w, tf.zeros(()))
     for window, scales in zip(gradients, weights, strict=True):
         applied = [bool(step(tf.constant(g), tf.constant(x))[0]) for g, x in zip(window, scales, strict=True)]
         assert applied == [False] * (EVERY - 1) + [True]
@@ -95,20 +91,15 @@ WRAPPED = {
 }
 
 
-QUICK_WRAPPED = [("clipped", "eager"), ("clipped", "function_in_xla"), ("zeroed", "function"), ("zeroed", "xla")]
+QUICK_WRAPPED = [("clipped", "eager"), ("clipped", "function_in_xla"), ("zeroed", "function"), ("zeroed", "compiled")]
 
 
-@pytest.mark.parametrize(("name", "run"), cases(QUICK_WRAPPED, WRAPPED, RUNS))
+@pytest.mark.parametrize(("name", "run"), cases(QUICK_WRAPPED, WRAPPED, CALLS))
 def test_what_a_reduction_makes_of_contributions_is_added(name: str, run: str) -> None:
     reduction, contributions, expected = WRAPPED[name]
     w = tf.Variable(tf.zeros(2))
     step = AccumulatedStep(lambda g: ([g], 1), [w], replace, every=2, reduction=reduction)
-    if run == "function_in_xla":
-        inner = tf.function(step)
-        inner.get_concrete_function(tf.zeros(2))
-        call = tf.function(lambda g: inner(g), jit_compile=True)
-    else:
-        call = RUNS[run](step)
+    call = CALLS[run](step, w)
     for g in contributions:
         call(tf.constant(g, tf.float32))
     assert w.numpy().tolist() == expected

@@ -13,16 +13,11 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from tests.integrations.tensorflow.strategies import mirrored, replace, scope
+from tests.integrations.tensorflow.strategies import RUNS, mirrored, replace, scope
 from tests.spec.selection import cases, named
 
 pytestmark = pytest.mark.needs("tensorflow")
 
-RUNS: dict[str, Callable[[Any], Any]] = {
-    "eager": lambda function: function,
-    "function": tf.function,
-    "compiled": lambda function: tf.function(function, jit_compile=True),
-}
 PLACES = [
     ("none", "eager"),
     ("none", "function"),
@@ -322,7 +317,7 @@ def test_replicas_of_other_processes_decide_with_these(run: str) -> None:
     """Other processes may trace different functions, so the decision is not made while tracing."""
     with mirrored(2).scope():
         step, variables = made(keras.optimizers.SGD(1.0, weight_decay=0.5), 0.0)
-        step._is_alone = False
+        step._is_single_process = False
         call = RUNS[run](step)
         for _ in range(2):
             call(ONE)

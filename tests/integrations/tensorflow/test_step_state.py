@@ -16,8 +16,6 @@ from gradcombine import statefile
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.verify import assert_equal_bits
 from tests.integrations.tensorflow.strategies import (
-    FULL,
-    STRATEGIES,
     exact_mean,
     feed,
     given,
@@ -28,35 +26,45 @@ from tests.integrations.tensorflow.strategies import (
     scope,
     subtract,
 )
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("tensorflow")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_checkpoint_resumes_in_the_middle_of_a_window(name: str, tmp_path: Path) -> None:
-    with scope(name) as strategy:
-        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2)
-        feed(strategy, tf.function(module), range(3))
-        path = tf.train.Checkpoint(step=module).save(tmp_path / "window")
-        w = tf.Variable(tf.zeros(3))
-        resumed = AccumulatedStep(given, [w], replace, every=2)
-        tf.train.Checkpoint(step=resumed).restore(path).assert_consumed()
-        assert feed(strategy, resumed, range(3, 4)) == [True]
-        np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
+PLACES = ("none", "one_device", "mirrored_2", "mirrored_4", "central_2")
+APPLY = {"function": lambda: replace, "sgd": lambda: keras.optimizers.SGD(-1.0)}
 
 
 @pytest.mark.parametrize(
-    "name", ["none", *(pytest.param(name, marks=FULL) for name in ("one_device", "mirrored_2", "mirrored_4"))]
+    ("name", "way", "apply"),
+    cases(
+        [
+            *((name, "checkpoint", "function") for name in ("none", "mirrored_2", "central_2")),
+            ("none", "file of states", "function"),
+        ],
+        PLACES,
+        ("checkpoint", "file of states"),
+        APPLY,
+    ),
 )
-def test_states_go_through_a_file(name: str, tmp_path: Path) -> None:
-    reduction = gc.reductions.mean("exact")
-    with scope(name) as strategy:
-        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2, reduction=reduction)
-        feed(strategy, tf.function(module), range(3))
-        statefile.save_replicas(tmp_path / "window.npz", reduction, module.states())
+def test_a_window_resumes_in_the_middle(name: str, way: str, apply: str, tmp_path: Path) -> None:
+    reduction = gc.reductions.mean("fast" if way == "checkpoint" else "exact")
+
+    def made() -> tuple[tf.Variable, AccumulatedStep]:
         w = tf.Variable(tf.zeros(3))
-        resumed = AccumulatedStep(given, [w], replace, every=2, reduction=reduction)
-        resumed.load_states(statefile.load_replicas(tmp_path / "window.npz", reduction, [np.zeros(3, np.float32)]))
+        return w, AccumulatedStep(given, [w], APPLY[apply](), every=2, reduction=reduction)
+
+    with scope(name) as strategy:
+        _, module = made()
+        feed(strategy, tf.function(module), range(3))
+        w, resumed = made()
+        if way == "checkpoint":
+            path = tf.train.Checkpoint(step=module).save(tmp_path / "window")
+            tf.train.Checkpoint(step=resumed).restore(path).assert_consumed()
+        else:
+            statefile.save_replicas(tmp_path / "window.npz", reduction, module.states())
+            resumed.load_states(statefile.load_replicas(tmp_path / "window.npz", reduction, [np.zeros(3, np.float32)]))
+        w.assign(tf.zeros(3))  # a Keras optimizer saves its variables, too
         assert feed(strategy, resumed, range(3, 4)) == [True]
         np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
 
@@ -160,10 +168,7 @@ def test_a_failure_on_one_replica_leaves_all_windows_whole() -> None:
         (lambda g: ([g[:2]], 1), r"mean: leaf \[0\]: expected shape \(3,\), received \(2,\)"),
         (lambda g: ([tf.cast(g, tf.float64)], 1), r"mean: leaf \[0\]: expected dtype float32"),
         (lambda g: ([g], [1]), "mean: expected a finite weight that is not negative, received list"),
-        (
-            lambda g: ([None], 1),
-            "expected a gradient for one variable or more, in this call or one before, received none",
-        ),
+        (lambda g: ([None], 1), "expected a gradient for one variable or more, in this call or one before, received n"),
     ],
 )
 def test_results_that_do_not_fit_are_refused(result: Any, message: str) -> None:
@@ -179,23 +184,15 @@ def test_what_belongs_to_another_strategy_is_refused() -> None:
     with mirrored(2).scope():
         inside = tf.Variable(tf.zeros(3))
         step = AccumulatedStep(given, [inside], replace, every=2)
+
+        def made(variable: Any, apply: Any = replace) -> Any:
+            return AccumulatedStep(given, [variable], apply, every=2)
+
         refused: list[tuple[Callable[[], Any], str]] = [
-            (
-                lambda: AccumulatedStep(given, [outside], replace, every=2),
-                r"leaf \[0\]: expected a variable created under",
-            ),
-            (
-                lambda: AccumulatedStep(given, [inside], plain, every=2),
-                r"leaf .iterations: expected a variable created under",
-            ),
-            (
-                lambda: AccumulatedStep(given, [tf.ones(3)], replace, every=2),
-                "expected a variable, received EagerTensor",
-            ),
-            (
-                lambda: AccumulatedStep(given, [inside], 3, every=2),
-                "expected a Keras optimizer or a function, received 3",
-            ),
+            (lambda: made(outside), r"leaf \[0\]: expected a variable created under"),
+            (lambda: made(inside, plain), r"leaf .iterations: expected a variable created under"),
+            (lambda: made(tf.ones(3)), "expected a variable, received EagerTensor"),
+            (lambda: made(inside, 3), "expected a Keras optimizer or a function, received 3"),
             (lambda: mirrored(2).run(step, args=(tf.ones(3), 1.0)), "received a call inside strategy.run"),
             (lambda: unscoped(tf.ones(3), 1.0), "received a call under another one"),
         ]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,7 +16,6 @@ from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.tensorflow.strategies import (
     FULL,
     STRATEGIES,
-    exact_mean,
     feed,
     given,
     local,
@@ -54,24 +51,6 @@ def test_a_strategy_gives_the_bits_of_one_list(name: str, reduction: Any) -> Non
             for copy in local(strategy, w):
                 np.testing.assert_array_equal(copy, expected, strict=True)
     assert step.experimental_get_tracing_count() == 1
-
-
-@pytest.mark.parametrize("optimizer", ["function", pytest.param("sgd", marks=FULL)])
-def test_central_storage_keeps_a_window_for_each_replica(optimizer: str, tmp_path: Path) -> None:
-    with scope("central_2") as strategy:
-
-        def made() -> tuple[Any, AccumulatedStep]:
-            w = tf.Variable(tf.zeros(3))
-            apply = replace if optimizer == "function" else keras.optimizers.SGD(-1.0)
-            return w, AccumulatedStep(given, [w], apply, every=2)
-
-        _, module = made()
-        assert feed(strategy, tf.function(module), range(1)) == [False]
-        path = tf.train.Checkpoint(step=module).save(tmp_path / "window")
-        w, resumed = made()
-        tf.train.Checkpoint(step=resumed).restore(path).assert_consumed()
-        assert feed(strategy, tf.function(resumed), range(1, 2)) == [True]
-    np.testing.assert_array_equal(w.numpy(), exact_mean(2, range(2)), strict=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

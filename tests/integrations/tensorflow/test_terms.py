@@ -16,17 +16,12 @@ from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.reductions import Ratio
 from gradcombine.verify.compare.ulp import equal_bits
-from tests.integrations.tensorflow.strategies import mirrored
+from tests.integrations.tensorflow.strategies import mirrored, per_replica, subtract
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax", "tensorflow")
 
 TERMS = {"ce": "tokens", "z": "tokens", "balance": "microbatches"}
-
-
-def subtract(gradients: Any, variables: Any) -> None:
-    for gradient, variable in zip(gradients, variables, strict=True):
-        variable.assign_sub(gradient)
 
 
 def loss_over(w: Any, b: Any) -> Any:
@@ -48,15 +43,6 @@ def data(parts: int) -> tuple[np.ndarray, np.ndarray]:
     return x, rng.permutation(np.arange(8 * parts) % 2).reshape(x.shape).astype(np.float32)
 
 
-def of_each(strategy: Any, rows: np.ndarray) -> Any:
-    """One row per replica, as the argument of a step under the strategy."""
-    if len(rows) == 1:
-        return rows[0]
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(rows[context.replica_id_in_sync_group])
-    )
-
-
 @pytest.mark.parametrize(
     ("k", "replicas", "totals"), cases([(1, 1, None)], (1, 2, 4, 8, 16), (1, 2, 4, 8), (None, "given"), pairwise=True)
 )
@@ -71,7 +57,7 @@ def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
     given = {"totals": known} if totals else {}
     run = tf.function(step) if replicas > 1 else step
     for i in range(k):
-        rows = [of_each(strategy, a[i]) for a in (x, mask)]
+        rows = [per_replica(strategy, a[i].__getitem__) for a in (x, mask)]
         applied, outputs, metrics = run(*rows, **given)
         assert bool(applied) == (i == k - 1) and outputs is None
     x, mask = x.astype(np.float64), mask.astype(np.float64)
@@ -104,10 +90,7 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
     terms, start = {"ce": "tokens", "preference": "pairs"}, np.zeros((2, 4), np.float32)
     given = {"totals": {"tokens": tokens.sum(), "pairs": pairs.sum()}} if totals else {}
     combined: dict[str, Any] = {"order": order, "reduction": total if totals else mean}
-    settings: dict[str, Any] = {
-        "terms": terms,
-        "totals": totals,
-    } | combined
+    settings: dict[str, Any] = {"terms": terms, "totals": totals} | combined
 
     # One row per microbatch and separate parameters per term make each gradient a single product in any framework.
     def in_jax(w: Any, x: Any, y: Any, tokens: Any, pairs: Any) -> LossOutput:
