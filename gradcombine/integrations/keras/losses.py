@@ -8,6 +8,7 @@ the frame of Keras' train step. No weight depends on the caller.
 from __future__ import annotations
 
 import inspect
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def fit_step(optimizer: Any) -> FitStep | None:
       The step, if its model has this optimizer and losses that are means over examples. None otherwise, also for a
       custom ``train_step`` that does not call Keras', as it may weight its losses.
     """
-    frames = _callers()
+    frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
     step = next(_running(frames, "train_step"), None)
     if step is None:
         return None
@@ -198,11 +199,3 @@ def _running(frames: Iterator[FrameType], method: str) -> Iterator[FrameType]:
     """Frames that run this method of keras.Model, not an override."""
     code: CodeType = inspect.unwrap(getattr(keras.Model, method)).__code__
     return (frame for frame in frames if frame.f_code is code)
-
-
-def _callers() -> Iterator[FrameType]:
-    """Stack frames, innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

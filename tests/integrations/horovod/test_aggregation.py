@@ -273,7 +273,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no passes": (lambda: LocalGradientAggregation(0, SUM), NO_PASSES),
     "negative passes": (lambda: LocalGradientAggregation(-1, SUM), NO_PASSES),
     "a half pass": (lambda: LocalGradientAggregation(1.5, SUM), "an integer backward_passes_per_step"),  # pyright: ignore[reportArgumentType]
-    "mode": (lambda: passed(*ONE, mode="lazy"), "mode 'eager', 'graph' or None"),
     "lengths": (lambda: passed([None], []), "0 gradients"),
     "a short answer of the all-reduce": (lambda: passed(*ONE, lambda *_: []), "1 gradients from allreduce"),
     "no size, for local variables": (lambda: passed(*ONE, lambda gradients, _: gradients, 1), "expected a size"),

@@ -227,7 +227,6 @@ def test_no_collective_in_a_conditional_of_a_replica() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "op": ({"op": "mean"}, "an op of"),
     "predivide": (
         {"op": "sum", "gradient_predivide_factor": 2.0},
         "^gradient_predivide_factor not supported with op != Average$",
@@ -239,7 +238,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a rank twice": ({"process_set": [0, 0]}, "different ranks"),
     "a negative rank": ({"process_set": [-1]}, "different ranks"),
     "a rank too high": ({"process_set": [1]}, "ranks below 1"),
-    "order": ({"order": "ring"}, "order 'sequential' or 'tree'"),
     "scaled integers": ({"op": "sum", "prescale_factor": 2.0}, r"leaf \[1\]: expected no factors"),
     "sparse maxima": ({"op": "max"}, r"leaf \[2\]: expected dense gradients for 'max'"),
 }

@@ -34,13 +34,7 @@ SEVERAL = [
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Accumulate(sgd(), 0), "a window length"),
-        (lambda: Accumulate(sgd(), 2.5), "a window length"),
-        (lambda: Accumulate(sgd(), 2, reduction="max"), "a reduction of"),
-        (lambda: Accumulate(sgd(), 2, precision="double"), "a precision of"),
-        (lambda: Accumulate(sgd(), 2, order="random"), "order 'sequential' or 'tree'"),
         (lambda: Accumulate(sgd(), lambda index: 2, order="tree"), "max_every"),
-        (lambda: Accumulate(object(), 2), "a Keras optimizer"),
         (lambda: Accumulate(sgd(gradient_accumulation_steps=4), 2), "without gradient_accumulation_steps, received 4"),
         (lambda: Accumulate(Accumulate(sgd(), 2), 2), "does not accumulate already"),
         (lambda: Accumulate(sgd(), 2).apply([tensor([1.0])]), "an optimizer that is built"),

@@ -40,38 +40,34 @@ def change(loss: Any, reduction: Any, model: type, settings: dict[str, Any], **f
 
 
 KINDS = {"plain": Plain, "weighted": Model}
-EACH = pytest.mark.parametrize(
-    ("kind", "settings"), cases([("plain", "jit"), ("weighted", "default")], KINDS, SETTINGS)
-)
+ONES, BY_WEIGHT = np.ones(ROWS), "mean_with_sample_weight"
+LOSSES: dict[str, tuple[Any, str, Any, np.ndarray]] = {
+    "sum": (squares("sum"), "sum", None, ONES),
+    "mse": ("mse", "mean", None, ONES / ROWS),
+    "mean": (squares("mean"), "mean", None, ONES / ROWS),
+    "mse beside sample weights": ("mse", "mean", COUNTED, COUNTED / ROWS),
+    "by sample weight": (squares(BY_WEIGHT), "mean", COUNTED, COUNTED / COUNTED.sum(dtype=np.float64)),
+    "by sample weight, without any": (squares(BY_WEIGHT), "mean", None, ONES / ROWS),
+}
+"""Loss, reduction of the window, sample weights, and the weights of the examples' gradients in the window."""
+
+QUICK = [
+    ("sum", "plain", "jit"),
+    ("sum", "weighted", "default"),
+    ("by sample weight", "plain", "jit"),
+    ("by sample weight", "weighted", "default"),
+    ("by sample weight, without any", "weighted", "default"),
+    ("mse", "plain", "default"),
+    ("mean", "weighted", "default"),
+    ("mse beside sample weights", "plain", "default"),
+]
 
 
-@EACH
-def test_a_sum_of_summed_losses_is_the_sum_over_the_epoch(kind: str, settings: str) -> None:
-    received = change(squares("sum"), "sum", KINDS[kind], SETTINGS[settings])
-    np.testing.assert_allclose(received, gradient(np.ones(ROWS)), rtol=1e-5)
-
-
-@EACH
-def test_means_by_sample_weights_have_their_sum(kind: str, settings: str) -> None:
-    weighted = squares("mean_with_sample_weight")
-    received = change(weighted, "mean", KINDS[kind], SETTINGS[settings], sample_weight=COUNTED)
-    np.testing.assert_allclose(received, gradient(COUNTED / COUNTED.sum(dtype=np.float64)), rtol=1e-5)
-
-
-LOSSES = {"mse": "mse", "weighted": squares("mean_with_sample_weight"), "mean": squares("mean")}
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss"), cases([("plain", "mse"), ("weighted", "weighted"), ("weighted", "mean")], KINDS, LOSSES)
-)
-def test_means_over_examples_have_their_number(kind: str, loss: str) -> None:
-    received = change(LOSSES[loss], "mean", KINDS[kind], {})
-    np.testing.assert_allclose(received, gradient(np.full(ROWS, 1 / ROWS)), rtol=1e-5)
-
-
-def test_losses_by_number_of_examples_have_it_beside_sample_weights() -> None:
-    received = change("mse", "mean", Plain, {}, sample_weight=COUNTED)
-    np.testing.assert_allclose(received, gradient(COUNTED / ROWS), rtol=1e-5)
+@pytest.mark.parametrize(("loss", "kind", "settings"), cases(QUICK, LOSSES, KINDS, SETTINGS, pairwise=True))
+def test_a_window_over_the_epoch_weighs_its_examples_as_the_loss_does(loss: str, kind: str, settings: str) -> None:
+    function, reduction, counts, weights = LOSSES[loss]
+    received = change(function, reduction, KINDS[kind], SETTINGS[settings], sample_weight=counts)
+    np.testing.assert_allclose(received, gradient(weights), rtol=1e-5)
 
 
 @pytest.mark.parametrize("model", [Plain, Model])

@@ -62,21 +62,6 @@ def test_other_data_warn_once_a_short_batch_has_come(name: str, kind: str) -> No
         assert counts == [0, 0, int(ON_JAX or "run_eagerly" in settings)]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(lambda: ((X[:8], Y[:8]), {"batch_size": 4}), id="even"),
-        pytest.param(lambda: ((X[:8], Y[:8]), {}), id="one short batch"),
-        pytest.param(lambda: ((X, Y), {"batch_size": 4, "steps_per_epoch": 2}), id="without the last one"),
-        pytest.param(lambda: (batches(4, 4), {"epochs": 2}), id="dataset"),
-        pytest.param(lambda: ((X, Y), {"batch_size": 4, "callbacks": [FlushAtEpochEnd()]}), id="weighed"),
-    ],
-)
-def test_batches_of_one_size_or_with_weights_are_silent(data: Callable[[], Any]) -> None:
-    given, settings = data()
-    fit(compiled(), given, **settings)
-
-
 class OwnStep(keras.Model):
     """Takes the same number of examples from each batch."""
 
@@ -92,19 +77,25 @@ class OwnLoss(keras.Model):
         return keras.ops.sum(keras.ops.square(y_pred - y))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: compiled(every=1), id="windows of one"),
-        pytest.param(lambda: compiled(Model), id="WeightedTrainStep"),
-        pytest.param(lambda: compiled(reduction="sum"), id="sum"),
-        pytest.param(lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum")), id="summed loss"),
-        pytest.param(lambda: compiled(OwnLoss), id="own loss"),
-        pytest.param(lambda: compiled(OwnStep), id="own step"),
-    ],
-)
-def test_what_is_no_mean_of_means_is_silent(make: Callable[[], Any]) -> None:
-    fit(make(), batches(4, 6, 4))
+SILENT: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
+    "even": (compiled, (X[:8], Y[:8]), {"batch_size": 4}),
+    "one short batch": (compiled, (X[:8], Y[:8]), {}),
+    "without the last one": (compiled, (X, Y), {"batch_size": 4, "steps_per_epoch": 2}),
+    "dataset": (compiled, batches(4, 4), {"epochs": 2}),
+    "weighed": (compiled, (X, Y), {"batch_size": 4, "callbacks": [FlushAtEpochEnd()]}),
+    "windows of one": (lambda: compiled(every=1), batches(4, 6, 4), {}),
+    "WeightedTrainStep": (lambda: compiled(Model), batches(4, 6, 4), {}),
+    "sum": (lambda: compiled(reduction="sum"), batches(4, 6, 4), {}),
+    "summed loss": (lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum")), batches(4, 6, 4), {}),
+    "own loss": (lambda: compiled(OwnLoss), batches(4, 6, 4), {}),
+    "own step": (lambda: compiled(OwnStep), batches(4, 6, 4), {}),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_what_is_no_mean_of_means_is_silent(case: str) -> None:
+    make, data, settings = SILENT[case]
+    fit(make(), data, **settings)
 
 
 def test_fits_of_one_size_each_are_silent() -> None:

@@ -184,14 +184,10 @@ BAD = {
     "no optimizer": lambda: Outer([variable()], lambda gradients, variables: None, 2),
     "no optimizers": lambda: Outer([variable()], [], 2),
     "one optimizer for two fragments": lambda: Outer([variable(), variable()], [nesterov()] * 2, 2),
-    "no variables": lambda: Outer(3, nesterov(), 2),
     "a tensor": lambda: Outer([tf.zeros(2)], nesterov(), 2),
     "integers": lambda: Outer([tf.Variable([1, 2])], nesterov(), 2),
-    "no steps": lambda: Outer([variable()], nesterov(), 0),
     "a schedule": lambda: Outer([variable()], nesterov(), lambda i: 2),
     "more fragments than steps": lambda: Outer([variable()], [nesterov(), nesterov()], 1),
-    "a reduction that was not called": lambda: Outer([variable()], nesterov(), 2, reduction=gc.reductions.mean),
-    "no order": lambda: Outer([variable()], nesterov(), 2, order="left"),
     "a weight that is no scalar": lambda: Outer([variable()], nesterov(), 2).update([1.0, 2.0]),
     "error feedback": lambda: Outer(
         [variable()], nesterov(), 1, reduction=gc.reductions.fed_back(gc.reductions.mean(wire=gc.wires.blocks(8)))
