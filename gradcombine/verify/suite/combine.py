@@ -43,8 +43,17 @@ Program: TypeAlias = Callable[[Sequence[Tree], Sequence[Scalar]], Tree]
 """Combines the contributions of one replica with those of the others."""
 
 
+Update: TypeAlias = Callable[[Tree, AccumulateState, Scalar], AccumulateState]
+
+
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
+
+
+def loop(update: Update, state: AccumulateState, values: Sequence[Tree], weights: Sequence[Scalar]) -> AccumulateState:
+    for value, weight in zip(values, weights, strict=True):
+        state = update(value, state, weight)
+    return state
 
 
 class Mode(NamedTuple):
@@ -53,27 +62,16 @@ class Mode(NamedTuple):
     Attributes:
       places: the places that it has.
       compiled: compiles a function: the combination of a list, or the update of a window.
-      window: ``window(accumulator, values, weights)`` returns the state of a full window; None: a loop over updates.
+      window: ``window(update, state, values, weights)`` accumulates a full window.
       spread: ``spread(program, count, blocks)`` returns each replica's result; None for a single replica.
       on_demand: whether the mode is run with ``--full`` only.
     """
 
     places: Sequence[str] = ONE_REPLICA
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = eager
-    window: Callable[[gc.Accumulator, Sequence[Tree], Sequence[Scalar]], AccumulateState] | None = None
+    window: Callable[[Update, AccumulateState, Sequence[Tree], Sequence[Scalar]], AccumulateState] = loop
     spread: Callable[[Program, int, Contributions], list[Tree]] | None = None
     on_demand: bool = False
-
-    def accumulated(
-        self, accumulator: gc.Accumulator, values: Sequence[Tree], weights: Sequence[Scalar]
-    ) -> AccumulateState:
-        """The state of a full window."""
-        if self.window is not None:
-            return self.window(accumulator, values, weights)
-        update, state = self.compiled(accumulator.update), accumulator.init(values[0])
-        for value, weight in zip(values, weights, strict=True):
-            state = update(value, state, weight)
-        return state
 
 
 class Framework(NamedTuple):
@@ -145,7 +143,7 @@ class Case(NamedTuple):
         if self.place == REPLICAS:
             return gc.all_reduce(MEAN, values[0], over=over, weight=weights[0], order=order)
         accumulator = gc.accumulate(MEAN, every=len(values), order=order)
-        state = mode.accumulated(accumulator, values, weights)
+        state = mode.window(mode.compiled(accumulator.update), accumulator.init(values[0]), values, weights)
         if self.place == TIME_AND_REPLICAS:
             state = gc.merge_replicas(MEAN, state, over=over, order=order)
         return accumulator.value(state)

@@ -133,7 +133,7 @@ DEVICES = 8
 
 
 def prepare_devices() -> None:
-    """Sets environment variables that JAX and TensorFlow read on import."""
+    """Sets environment variables that JAX and TensorFlow read on import, and that new processes inherit."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -142,7 +142,6 @@ def prepare_devices() -> None:
 
 def in_tensorflow(*arguments: Any) -> Results:
     """Imports TensorFlow, configures its CPUs, and calls `verified` with these arguments; called in a new process."""
-    prepare_devices()
     # TensorFlow would import JAX, for its converter to TensorFlow Lite.
     sys.modules.setdefault("jax", None)  # pyright: ignore[reportArgumentType]
     stderr = os.dup(2)

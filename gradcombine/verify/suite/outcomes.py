@@ -148,6 +148,7 @@ TABLES = {
 """Title and note of each section's table."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+"""Heights of a curve's values, from the lowest to the highest; a value that is not finite is a ``!``."""
 
 
 def verdict(report: Report) -> str:
@@ -195,17 +196,6 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def blocks(values: Sequence[float], low: float, high: float) -> str:
-    """Draws a curve with one block per value, the lowest for ``low``, the highest for ``high``; ``!``: not finite.
-
-    >>> blocks([0.0, 0.5, 1.0, float("nan")], 0.0, 1.0)
-    '▁▅█!'
-    """
-    scale = len(_BLOCKS) / (high - low) if high > low else 0.0
-    levels = [(value - low) * scale if math.isfinite(value) else math.nan for value in values]
-    return "".join("!" if math.isnan(x) else _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(x)))] for x in levels)
-
-
 def _table(section: str, findings: Sequence[Finding]) -> Section:
     """Table of a section's rows; that of the combine, which the grid summarizes, is folded."""
     columns = (*findings[0].labels, "expected", "measured", "relative", "of bound", "")
@@ -243,7 +233,12 @@ def _losses(curves: Mapping[str, Sequence[float]]) -> list[Section]:
     """Curves on a common scale, with their first and last values; and a table of all values."""
     finite = [value for curve in curves.values() for value in curve if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    rows = [Cells((name, blocks(x, low, high), f"{x[0]:.4f} to {x[-1]:.4f}")) for name, x in curves.items()]
+
+    def block(value: float) -> str:
+        level = (value - low) / ((high - low) or 1) * len(_BLOCKS)
+        return _BLOCKS[min(int(level), len(_BLOCKS) - 1)] if math.isfinite(level) else "!"
+
+    rows = [Cells((name, "".join(map(block, x)), f"{x[0]:.4f} to {x[-1]:.4f}")) for name, x in curves.items()]
     note = "The mean of means is a contrast: the same training without the microbatches' weights."
     windows = enumerate(zip(*curves.values(), strict=True), 1)
     values = [Cells((str(i), *(f"{x:.7f}" for x in losses))) for i, losses in windows]

@@ -20,16 +20,13 @@ from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate
 from gradcombine.types import AccumulateState, Array, Scalar, Tree
 from gradcombine.verify.suite.classifier import CLASSES, PIXELS, Batch, initial_parameters
-from gradcombine.verify.suite.combine import ANY_REPLICAS, TIME, Contributions, Framework, Mode, Program
+from gradcombine.verify.suite.combine import ANY_REPLICAS, TIME, Contributions, Framework, Mode, Program, Update
 from gradcombine.verify.suite.frameworks import RATE, ROWS, STEPS_EVERY
 
 
-def _scan(accumulator: gc.Accumulator, values: Sequence[Tree], weights: Sequence[Scalar]) -> AccumulateState:
-    def step(state: AccumulateState, contribution: tuple[Tree, Array]) -> tuple[AccumulateState, None]:
-        return accumulator.update(contribution[0], state, contribution[1]), None
-
+def _scan(update: Update, state: AccumulateState, values: Sequence[Tree], weights: Sequence[Scalar]) -> AccumulateState:
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(values, weights, strict=True))
-    return lax.scan(step, accumulator.init(values[0]), stacked)[0]
+    return lax.scan(lambda state, each: (update(each[0], state, each[1]), None), state, stacked)[0]
 
 
 def _pmap(program: Program, count: int, blocks: Contributions) -> list[Tree]:

@@ -83,16 +83,20 @@ def test_the_grid_has_the_worst_of_the_numbers_of_replicas_in_a_cell() -> None:
     assert grid(BROKEN[1])["jax pmap"] == (("no",), False)
 
 
-def test_blocks_follow_the_values() -> None:
-    assert findings.blocks(list(range(8)), 0, 7) == "▁▂▃▄▅▆▇█"
-    assert findings.blocks([5.0, 5.0], 5.0, 5.0) == "▁▁"
-    assert findings.blocks([-1.0, 2.0, float("inf")], 0.0, 1.0) == "▁█!"
-
-
-def test_curves_share_a_scale() -> None:
-    curves = {"a": [4.0, 0.0], "b": [2.0, float(np.float32(1))]}
-    (losses,) = [each for each in findings.sections(report()._replace(curves=curves)) if each.title == findings.LOSSES]
-    assert [row.cells for row in losses.rows] == [("a", "█▁", "4.0000 to 0.0000"), ("b", "▅▃", "2.0000 to 1.0000")]
+@pytest.mark.parametrize(
+    ("curves", "drawn"),
+    [
+        ([range(8)], ["▁▂▃▄▅▆▇█"]),
+        ([[5, 5]], ["▁▁"]),
+        ([[0, 2, np.inf, np.nan]], ["▁█!!"]),
+        ([[4, 0], [2, np.float32(1)]], ["█▁", "▅▃"]),
+    ],
+)
+def test_curves_share_a_scale(curves: list[list[float]], drawn: list[str]) -> None:
+    named = {str(i): list(map(float, curve)) for i, curve in enumerate(curves)}
+    (losses,) = (x for x in findings.sections(report()._replace(curves=named)) if x.title == findings.LOSSES)
+    assert [row.cells[1] for row in losses.rows] == drawn
+    assert losses.rows[0].cells[2] == f"{named['0'][0]:.4f} to {named['0'][-1]:.4f}"
 
 
 def test_lines_of_a_note_stay_lines() -> None:
