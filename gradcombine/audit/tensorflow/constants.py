@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from gradcombine.audit.subject import walk
-from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, GraphLoop, Inlined, Operation, Value
+from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, GraphLoop, Operation, Value, makers, origins
 from gradcombine.types import Array
 
 MAX_ITERATIONS = 1000
@@ -64,20 +65,20 @@ MONOTONE = {"Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd"}
 LINEAR = {"Add", "AddV2", "Sub", "Neg"}
 
 
-def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: int = 0) -> Any:
+def constant(value: Value, known: Mapping[Value, Any] = MappingProxyType({}), depth: int = 0) -> Any:
     """Evaluates a value to a NumPy array, from the values in ``known``; None if it depends on inputs of the graph."""
     if value in known:
         return known[value]
     if depth > MAX_DEPTH:
         return None
-    x = graph.producers.get(value)
+    x = value.maker
     if x is None:
         return None
     if x.passed(value):
-        origins = graph.origins(value, known)
-        return constant(graph, origins.pop(), known, depth + 1) if len(origins) == 1 else None
+        sources = origins(value, known)
+        return constant(sources.pop(), known, depth + 1) if len(sources) == 1 else None
     if x.op in ("Shape", "Size"):
-        array = graph.arrays[x.inputs[0]]
+        array = x.inputs[0].shape
         if not array.exact:
             return None
         return np.array(array.dims if x.op == "Shape" else array.elements, np.int64)
@@ -85,7 +86,7 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
         return _constant_of(x)
     if x.op not in COMPUTED and x.op not in ("Cast", "StridedSlice"):
         return None
-    inputs = [constant(graph, v, known, depth + 1) for v in x.inputs]
+    inputs = [constant(v, known, depth + 1) for v in x.inputs]
     if x.op in ("LogicalAnd", "LogicalOr"):
         absorbing = np.array(x.op == "LogicalOr")
         if any(v is not None and v == absorbing for v in inputs):
@@ -93,7 +94,7 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
     if any(v is None for v in inputs):
         return None
     if x.op == "Cast":
-        return _cast(inputs[0], graph.arrays[value].kind)
+        return _cast(inputs[0], value.shape.kind)
     if x.op == "StridedSlice":
         return _element(x, inputs)
     try:
@@ -103,60 +104,56 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
     return result if result.size <= MAX_ELEMENTS else None
 
 
-def trip_count(graph: Inlined, loop: GraphLoop) -> int | None:
+def trip_count(loop: GraphLoop) -> int | None:
     """The number of iterations of a loop; None if it depends on inputs of the graph, or is too large."""
     if loop.condition is None:
         return None
-    needed, operations = _needed(graph, loop)
-    state = {i: constant(graph, loop.initial[i], {}) for i in needed}
+    needed, operations = _needed(loop, loop.condition)
+    rows = [x for x in zip(loop.initial, loop.carried, loop.results, strict=True) if x[1] in needed]
+    state = {v: constant(initial) for initial, v, _ in rows}
     linear = operations <= MONOTONE | LINEAR | {"Const", "Identity", EITHER, CHOSEN}
-    step = dict[int, Any]()
+    step = dict[Value, Any]()
     for iteration in range(MAX_ITERATIONS):
-        carried = {loop.carried[i]: v for i, v in state.items()}
-        more = constant(graph, loop.condition, carried)
+        more = constant(loop.condition, state)
         if more is None or more.size != 1:
             return None
         if not more.item():
             return iteration
-        after = {i: constant(graph, loop.results[i], carried) for i in needed}
-        if any(v is None and state[i] is not None for i, v in after.items()):
+        after = {v: constant(result, state) for _, v, result in rows}
+        if any(x is None and state[v] is not None for v, x in after.items()):
             return None
-        if linear and all(v is not None for v in after.values()):
+        if linear and all(x is not None for x in after.values()):
             # Values that are computed by additions only, and twice grew by the same, will continue to do so.
-            before, step = step, {i: after[i] - state[i] for i in needed}
-            if before and all(np.array_equal(step[i], before[i]) for i in needed):
-                return _first_false(graph, loop, after, step, iteration + 1)
+            before, step = step, {v: x - state[v] for v, x in after.items()}
+            if before and all(np.array_equal(step[v], before[v]) for v in step):
+                return _first_false(loop.condition, after, step, iteration + 1)
         state = after
     return None
 
 
-def _first_false(
-    graph: Inlined, loop: GraphLoop, state: dict[int, Any], step: dict[int, Any], iteration: int
-) -> int | None:
+def _first_false(condition: Value, state: dict[Value, Any], step: dict[Value, Any], iteration: int) -> int | None:
     """Extrapolates state that grows by ``step`` to the first iteration for which a monotone condition is false."""
 
     def ends(n: int) -> bool:
-        inputs = {loop.carried[i]: v + n * step[i] for i, v in state.items()}
-        more = constant(graph, loop.condition or 0, inputs)
+        more = constant(condition, {v: x + n * step[v] for v, x in state.items()})
         return more is None or not more
 
     remaining = bisect_left(range(MAX_TRIPS), True, key=ends)
     return None if remaining == MAX_TRIPS else iteration + remaining
 
 
-def _needed(graph: Inlined, loop: GraphLoop) -> tuple[list[int], set[str]]:
-    """Indices of the carried values that the condition depends on, and the operations that compute it and them."""
-    carried = {v: i for i, v in enumerate(loop.carried)}
+def _needed(loop: GraphLoop, condition: Value) -> tuple[set[Value], set[str]]:
+    """All values that a loop's condition depends on, and the operations in the loop that compute them."""
+    results = dict(zip(loop.carried, loop.results, strict=True))
 
-    def before(v: Value) -> Iterable[Value]:
-        if v in carried:
-            return [loop.results[carried[v]]]
-        x = graph.producers.get(v)
+    def before(v: Value) -> Sequence[Value]:
+        if v in results:
+            return [results[v]]
+        x = v.maker
         return () if x is None else x.passed(v) or (x.inputs if loop in x.site.loops else ())
 
-    values = walk([loop.condition or 0], before)
-    operations = {x.op for x in graph.makers(values) if loop in x.site.loops}
-    return sorted({carried[v] for v in values if v in carried}), operations
+    values = walk([condition], before)
+    return values, {x.op for x in makers(values) if loop in x.site.loops}
 
 
 def _constant_of(x: Operation) -> Any:

@@ -20,7 +20,18 @@ from gradcombine.audit.subject import (
     walk,
 )
 from gradcombine.audit.tensorflow.constants import trip_count
-from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, SUMS_OF_DEVICES, WRITES, GraphLoop, Operation, Value
+from gradcombine.audit.tensorflow.inlined import (
+    CHOSEN,
+    EITHER,
+    SUMS_OF_DEVICES,
+    WRITES,
+    GraphLoop,
+    Operation,
+    Value,
+    closure,
+    makers,
+    origins,
+)
 from gradcombine.audit.tensorflow.values import LINEAR, SELECTS, Values
 
 PASSES = {"Identity", EITHER, CHOSEN}
@@ -34,7 +45,7 @@ class Graph(Values, Subject[Operation]):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         for loop in reversed(self.graph_loops):  # innermost first
-            loop.trips = trip_count(self, loop)
+            loop.trips = trip_count(loop)
 
     @cached_property
     def devices(self) -> int:
@@ -86,7 +97,7 @@ class Graph(Values, Subject[Operation]):
     def accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation] | None) -> float:
         assert loop is None or isinstance(loop, GraphLoop)
         parts = self.parts(exchange.x)
-        large = [v for v in parts if self.arrays[v].bytes >= FEW_SCALARS or not exchange.exact]
+        large = [v for v in parts if v.shape.bytes >= FEW_SCALARS or not exchange.exact]
         return exchange.operand if any(self._only_added([v], loop, exchange.x) for v in large) else 0
 
     def unrolled(self) -> list[list[Exchange[Operation]]]:
@@ -103,10 +114,11 @@ class Graph(Values, Subject[Operation]):
         # Writes of one device's variables for which a counter chooses between a new value and the old one.
         writes = list[tuple[Operation, int]]()
         for x in self.operations:
-            array = self.arrays[x.inputs[1]] if x.op in WRITES else None
-            if array is None or not array.is_float or (array.exact and array.bytes < FEW_SCALARS):
+            if x.op not in WRITES or (handle := self.variable(x)) is None:
                 continue
-            handle = self.variable(x)
+            array = x.inputs[1].shape
+            if not array.is_float or (array.exact and array.bytes < FEW_SCALARS):
+                continue
             for decision, (a, b), in_branch in self._choices(x.inputs[1]):
                 kept = [any(self._reads(v, handle) for v in self.moved_from([side])) for side in (a, b)]
                 computed = [self._is_computed(side, handle, in_branch, x) for side in (a, b)]
@@ -128,28 +140,28 @@ class Graph(Values, Subject[Operation]):
 
     def merge_key(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
         outputs = {v for other in self.exchanges for v in other.x.outputs}
-        return exchange.x.site, self.key(exchange.x), len(self.closure(self.collective_inputs(exchange.x)) & outputs)
+        return exchange.x.site, self.key(exchange.x), len(closure(self.collective_inputs(exchange.x)) & outputs)
 
     def converted(self, exchange: Exchange[Operation]) -> Iterator[tuple[Shape, Shape]]:
-        for x in self.makers(self.moved_from(self.collective_inputs(exchange.x))):
+        for x in makers(self.moved_from(self.collective_inputs(exchange.x))):
             if x.op == "Cast":
-                yield self.arrays[x.inputs[0]], self.arrays[x.outputs[0]]
+                yield x.inputs[0].shape, x.outputs[0].shape
 
     def narrow_sums(self, loop: Loop[Operation] | None) -> Iterator[tuple[Shape, Operation]]:
         loop = loop if isinstance(loop, GraphLoop) else None
         for i, v in enumerate(loop.carried if loop is not None else ()):
-            if loop is not None and (shape := self.arrays[v]).is_narrow and self._adds_only(i, loop):
-                yield shape, loop.operation
+            if loop is not None and v.shape.is_narrow and self._adds_only(i, loop):
+                yield v.shape, loop.operation
         written = {handle: x for handle, xs in self.touching.items() for x in xs[::-1] if x.op in WRITES}
-        narrow = {h: (self.arrays[x.inputs[1]], x) for h, x in written.items()}
+        narrow = {h: (x.inputs[1].shape, x) for h, x in written.items()}
         first = min((x.device for shape, x in narrow.values() if shape.is_narrow), default="")
         for handle, (shape, x) in narrow.items():
             if shape.is_narrow and x.device == first and self._adds_to(handle, loop):
                 yield shape, x if loop is None else loop.operation
 
     def operand_key(self, exchange: Exchange[Operation]) -> object:
-        origins = tuple(tuple(self.origins(v)) for v in self.collective_inputs(exchange.x))
-        return (exchange.kind, self.key(exchange.x), origins) if all(len(x) == 1 for x in origins) else None
+        sources = tuple(tuple(origins(v)) for v in self.collective_inputs(exchange.x))
+        return (exchange.kind, self.key(exchange.x), sources) if all(len(x) == 1 for x in sources) else None
 
     def is_equal(self, exchange: Exchange[Operation]) -> bool:
         earlier = self.made_equal(exchange.x)
@@ -158,7 +170,7 @@ class Graph(Values, Subject[Operation]):
 
     def counted_once(self, loop: Loop[Operation]) -> str:
         inside = (x for x in self.operations if loop in x.site.loops)
-        arrays = [self.arrays[v] for x in inside for v in x.outputs]
+        arrays = [v.shape for x in inside for v in x.outputs]
         size = sum(array.bytes for array in arrays)
         unknown = any(array.kind and not array.exact for array in arrays)
         return f", {loop.operation.name}, is counted as one iteration" if size >= COPIED or unknown else ""
@@ -166,8 +178,8 @@ class Graph(Values, Subject[Operation]):
     def _exchange(self, x: Operation) -> Exchange | None:
         if not x.collective or (x.op in SUMS_OF_DEVICES and not self._sums_devices(x)):
             return None
-        outputs = [self.arrays[v] for v in x.outputs]
-        inputs = [self.arrays[v] for v in self.collective_inputs(x)] or outputs
+        outputs = [v.shape for v in x.outputs]
+        inputs = [v.shape for v in self.collective_inputs(x)] or outputs
         operand, result = (sum(array.bytes for array in arrays) for arrays in (inputs, outputs))
         exact = all(array.exact for array in (*inputs, *outputs))
         function = x.site.function or self.name
@@ -187,7 +199,7 @@ class Graph(Values, Subject[Operation]):
 
     def _adds_only(self, index: int, loop: GraphLoop) -> bool:
         """Whether each iteration of a loop only adds to this carried value."""
-        if not self.arrays[loop.carried[index]].is_float:
+        if not loop.carried[index].shape.is_float:
             return False
         sums = self.sums([loop.carried[index]], loop)
         return sums is not None and sums.added and sums.carried == {index} and not sums.variables
@@ -198,8 +210,7 @@ class Graph(Values, Subject[Operation]):
         A variable that accumulates over calls must be read and cleared in a branch.
         """
         inside = [x for x in self.touching.get(handle, ()) if loop is None or loop in x.site.loops]
-        producer = self.producers.get(handle)
-        if loop is not None and producer is not None and loop in producer.site.loops:
+        if any(loop in x.site.loops for x in makers([handle])):
             return False
         outer = set(collective.site.branches if collective is not None else ())
         always = [x for x in inside if set(x.site.branches) <= outer]
@@ -215,7 +226,7 @@ class Graph(Values, Subject[Operation]):
             added, through = added or sums.added, through | sums.values
         for x in always if loop is None else inside:
             if x.op == "AssignVariableOp" and x.inputs[1] not in through and x not in cleared:
-                return loop is None and any(self._reads(v, handle) for v in self.closure([x.inputs[1]]))
+                return loop is None and any(self._reads(v, handle) for v in closure([x.inputs[1]]))
             if x.op not in (*WRITES, "ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
                 return False
         return added or bool(cleared)
@@ -225,14 +236,14 @@ class Graph(Values, Subject[Operation]):
         outer = set(read.site.branches)
 
         def users(v: Value) -> list[Operation]:
-            return [x for x in self.uses.get(v, ()) if x.op in PASSES or set(x.site.branches) <= outer]
+            return [x for x in v.users if x.op in PASSES or set(x.site.branches) <= outer]
 
         values = walk(read.outputs, lambda v: [after for x in users(v) for after in x.outputs])
         return not values & self.escaping and all(x.op in PASSES for v in values for x in users(v))
 
     def _is_read_in_branch(self, touching: Iterable[Operation], outer: set[tuple[int, int]]) -> bool:
         def is_used(x: Operation) -> bool:
-            return any(v in self.uses for v in x.outputs)
+            return any(v.users for v in x.outputs)
 
         reads = [x for x in touching if x.op == "ReadVariableOp" and is_used(x)]
         return any(not set(x.site.branches) <= outer or self._is_for_branches(x) for x in reads)
@@ -240,39 +251,37 @@ class Graph(Values, Subject[Operation]):
     def _clears(self, x: Operation, handle: Value) -> bool:
         """Whether a write in a branch replaces a variable's value by one that does not depend on it."""
         written = self.moved_from(x.inputs[1:2])
-        choices = [side for y in self.makers(written) if y.op == CHOSEN for side in y.inputs[1:]]
+        choices = [side for y in makers(written) if y.op == CHOSEN for side in y.inputs[1:]]
         sides = choices or (x.inputs[1:2] if x.site.branches else [])
         return any(not any(self._reads(v, handle) for v in self.moved_from([side], linear=True)) for side in sides)
 
-    def _reads(self, v: Value, handle: Value | None) -> bool:
-        x = self.producers.get(v)
-        return x is not None and x.op == "ReadVariableOp" and handle is not None and self.variable(x) == handle
+    def _reads(self, v: Value, handle: Value) -> bool:
+        return any(x.op == "ReadVariableOp" and self.variable(x) == handle for x in makers([v]))
 
     def _choices(self, value: Value) -> Iterator[tuple[Value, list[Value], bool]]:
         """Yields the selects and conditionals that a value comes from: predicate, sides, and whether conditional."""
-        for x in self.makers(self.moved_from([value])):
+        for x in makers(self.moved_from([value])):
             if (x.op in SELECTS or x.op == CHOSEN) and len(x.inputs) == 3:
                 yield x.inputs[0], x.inputs[1:], x.op == CHOSEN
 
-    def _is_computed(self, side: Value, handle: Value | None, in_branch: bool, at: Operation) -> bool:
+    def _is_computed(self, side: Value, handle: Value, in_branch: bool, at: Operation) -> bool:
         """Whether a side of a choice is computed even if the other one is chosen."""
         if in_branch:
             # Only values that a branch passes through are computed outside of it.
-            producers = [self.producers.get(v) for v in self.origins(side)]
+            producers = [v.maker for v in origins(side)]
             if any(x is None or not set(x.site.branches) <= set(at.site.branches) for x in producers):
                 return False
         computed = self.moved_from([side])
-        if any(x.op in LINEAR for x in self.makers(computed)):
+        if any(x.op in LINEAR for x in makers(computed)):
             return True
         # A select between the variable's values before and after a write.
-        written = [x for x in self.touching.get(handle or -1, ()) if x.op in WRITES and x is not at]
+        written = [x for x in self.touching.get(handle, ()) if x.op in WRITES and x is not at]
         return any(self._reads(v, handle) for v in computed) and any(
             set(x.site.branches) <= set(at.site.branches) for x in written
         )
 
     def _by_counter(self, decision: Value) -> bool:
         """Whether a predicate depends on a variable or an argument, and on no floats."""
-        closure = self.closure([decision])
-        arrays = [self.arrays[v] for v in closure]
-        is_state = any(x.op in ("ReadVariableOp", "Placeholder") for x in self.makers(closure))
-        return is_state and not any(array.is_float for array in arrays)
+        values = closure([decision])
+        is_state = any(x.op in ("ReadVariableOp", "Placeholder") for x in makers(values))
+        return is_state and not any(v.shape.is_float for v in values)

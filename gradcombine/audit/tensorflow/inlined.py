@@ -11,9 +11,6 @@ from typing import Any
 from gradcombine.audit.subject import Frame, Loop, Shape, own_line, walk
 from gradcombine.errors import invalid
 
-Value = int
-"""Index of an output of an operation. Each call of a function has its own operations."""
-
 ALL_REDUCES = (
     *("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"),
     *("CrossReplicaSum", "XlaAllReduce", "DTensorAllReduce", "HorovodAllreduce", "HorovodGroupedAllreduce"),
@@ -60,6 +57,26 @@ KINDS = [
     *("f16", "", "", "u32", "u64", "f8e5m2", "f8e4m3fn", "", "", "", "s4", "u4"),
 ]
 """Element types as HLO names them, by TensorFlow's DataType enum; empty for handles, strings and others."""
+
+
+@dataclass(eq=False)
+class Value:
+    """An output of an operation, or an argument of a function; each call of a function has its own.
+
+    Attributes:
+      number: unique in its graph.
+      shape: of the array; its kind is empty for handles, strings and others.
+      maker: the operation; None for an argument of an unknown operation's function.
+      users: operations that take it.
+    """
+
+    number: int
+    shape: Shape
+    maker: Operation | None = None
+    users: list[Operation] = field(default_factory=list)
+
+    def __hash__(self) -> int:
+        return self.number  # so that the order in sets does not depend on addresses
 
 
 @dataclass(eq=False)
@@ -137,6 +154,25 @@ class Operation:
         return tuple(loop for loop in self.site.loops if loop.trips != 1)
 
 
+def makers(values: Iterable[Value]) -> Iterator[Operation]:
+    """The operations that make values, as far as they are known."""
+    return (v.maker for v in values if v.maker is not None)
+
+
+def origins(value: Value, known: Container[Value] = ()) -> set[Value]:
+    """Follows a value back through functions, loops, branches and copies; stops at values in ``known``."""
+
+    def before(v: Value) -> Sequence[Value]:
+        return () if v in known or v.maker is None else v.maker.passed(v)
+
+    return {v for v in walk([value], before) if not before(v)}
+
+
+def closure(start: Iterable[Value]) -> set[Value]:
+    """All values that ``start`` depends on, except through variables."""
+    return walk(start, lambda v: v.maker.inputs if v.maker is not None else ())
+
+
 class Inlined:
     """A graph with all function calls inlined.
 
@@ -165,9 +201,7 @@ class Inlined:
         self._definitions = dict[str, Any]()
         self._effects = dict[str, bool]()
         self.operations = list[Operation]()
-        self.arrays = list[Shape]()
-        self.producers = dict[Value, Operation]()
-        self.uses = dict[Value, list[Operation]]()
+        self.values = list[Value]()
         self.escaping = set[Value]()
         """Values that are used in an unknown way, for instance as a result of the graph."""
         self.graph_loops = list[GraphLoop]()
@@ -176,25 +210,13 @@ class Inlined:
         find = self._inline(proto.node, Site(), {})
         if results is None:
             values = (x for op in self.operations if op.site.function == "" for x in op.outputs)
-            self.escaping.update(x for x in values if x not in self.uses)
+            self.escaping.update(x for x in values if not x.users)
         else:
             self.escaping.update(map(find, results))
-
-    def makers(self, values: Iterable[Value]) -> Iterator[Operation]:
-        """The operations that make values; those of arguments and elements of a dataset are unknown."""
-        return (self.producers[v] for v in values if v in self.producers)
 
     def source(self, x: Operation) -> str:
         """The user's source line of an operation."""
         return own_line(self._frames(x.site.function, x.node.name))
-
-    def origins(self, value: Value, known: Container[Value] = ()) -> set[Value]:
-        """Follows a value back through functions, loops, branches and copies; stops at values in ``known``."""
-
-        def before(v: Value) -> Iterable[Value]:
-            return () if v in known else [origin for x in self.makers([v]) for origin in x.passed(v)]
-
-        return {v for v in walk([value], before) if not before(v)}
 
     def _inline(self, nodes: Iterable[Any], site: Site, arguments: dict[str, list[Value]]) -> Callable[[str], Value]:
         """Adds a function's operations; returns a function that looks up its values by name."""
@@ -210,8 +232,7 @@ class Inlined:
                     shape = shapes[len(x.outputs)] if len(x.outputs) < len(shapes) else None
                     dims = None if shape is None or shape.unknown_rank else tuple(d.size for d in shape.dim)
                     exact = dims is not None and -1 not in dims
-                    x.outputs.append(self._value(Shape(kind, tuple(map(abs, dims or ())), exact=exact)))
-            self.producers.update(dict.fromkeys(x.outputs, x))
+                    x.outputs.append(self._value(Shape(kind, tuple(map(abs, dims or ())), exact=exact), x))
             self.operations.append(x)
             named[node.name] = x, starts
         if len(self.operations) > MAX_OPERATIONS:
@@ -235,7 +256,7 @@ class Inlined:
 
     def _use(self, x: Operation) -> None:
         for v in dict.fromkeys(x.inputs):
-            self.uses.setdefault(v, []).append(x)
+            v.users.append(x)
 
     def _enter(self, x: Operation) -> bool:
         """Inlines the functions that an operation calls; returns False if the operation itself is kept."""
@@ -258,7 +279,7 @@ class Inlined:
                 results.append(self._call(x, name, self._passed(x, x.inputs[1:]), branch=(number, i)))
             for output, *given in zip(x.outputs, *results, strict=True):
                 self._pass(x, output, x.inputs[0], *given, op=CHOSEN)
-            self.uses.setdefault(x.inputs[0], []).append(x)  # even without an output
+            x.inputs[0].users.append(x)  # even without an output
         elif x.op in CALLS or x.op in self._library:
             name = functions["f"][0] if x.op in CALLS else x.op
             for output, result in zip(x.outputs, self._call(x, name, self._passed(x, x.inputs)), strict=True):
@@ -330,20 +351,20 @@ class Inlined:
 
     def _pass(self, x: Operation, after: Value, *before: Value, op: str = EITHER) -> None:
         """Adds the operation that passes values of a call, loop or conditional ``x`` on as ``after``."""
-        passing = self.producers[after] = Operation(op, x.site, list(before), [after])
-        self._use(passing)
-        if not self.arrays[after].exact and not self.arrays[after].dims:
-            self.arrays[after] = self.arrays[passing.passed(after)[0]]
+        after.maker = Operation(op, x.site, list(before), [after])
+        self._use(after.maker)
+        if not after.shape.exact and not after.shape.dims:
+            after.shape = after.maker.passed(after)[0].shape
 
-    def _value(self, shape: Shape) -> Value:
-        self.arrays.append(shape)
-        return len(self.arrays) - 1
+    def _value(self, shape: Shape, maker: Operation | None = None) -> Value:
+        self.values.append(Value(len(self.values), shape, maker))
+        return self.values[-1]
 
     def _argument(self, definition: Any) -> Value:
         return self._value(Shape(_kind(definition.type), (), exact=False))
 
     def _like(self, v: Value) -> Value:
-        return self._value(self.arrays[v])
+        return self._value(v.shape)
 
     def _functions(self, node: Any) -> dict[str, list[str]]:
         """The names of the functions in an operation's attributes, by attribute, in the order of its definition."""

@@ -18,6 +18,8 @@ from gradcombine.audit.tensorflow.inlined import (
     Inlined,
     Operation,
     Value,
+    makers,
+    origins,
 )
 
 FIRST, ALL = slice(1), slice(None)
@@ -74,15 +76,15 @@ class Values(Inlined):
     def places(self, v: Value) -> set[str]:
         """The devices on which a value is computed; for a value read from a variable, the variable's devices."""
         devices = set[str]()
-        for x in self.makers(self.origins(v)):
+        for x in makers(origins(v)):
             device = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
             devices |= {device} if device or x.op != "ReadVariableOp" else self.places(x.inputs[0])
         return devices
 
     def variable(self, x: Operation) -> Value | None:
         """The variable handle in an operation's first input; None if it may be one of several."""
-        origins = self.origins(x.inputs[0])
-        return origins.pop() if len(origins) == 1 else None
+        handles = origins(x.inputs[0])
+        return handles.pop() if len(handles) == 1 else None
 
     def roots(self) -> list[str]:
         """Functions without a caller that contain collectives or write to variables."""
@@ -102,18 +104,18 @@ class Values(Inlined):
         named = self.named(x)
         for name in ("group_size", "num_devices"):
             default = x.node.attr[name].i if name in x.node.attr else None
-            size = constant(self, named[name], {}) if name in named else default
+            size = constant(named[name]) if name in named else default
             if size is not None:
                 return [tuple(range(int(size)))]
-        table = constant(self, named["group_assignment"], {}) if "group_assignment" in named else None
+        table = constant(named["group_assignment"]) if "group_assignment" in named else None
         return [tuple(map(int, row)) for row in table] if table is not None and table.ndim == 2 and table.size else []
 
     def key(self, x: Operation) -> str:
         """A key that is equal for collectives over the same devices."""
         named = self.named(x)
         library = "" if x.op in SUMS_OF_DEVICES else x.op[:4]
-        keys = [str(constant(self, named[name], {})) for name in ("group_key",) if name in named]
-        keys += [str(sorted(self.origins(named[name]))) for name in ("communicator",) if name in named]
+        keys = [str(constant(named[name])) for name in ("group_key",) if name in named]
+        keys += [str(sorted(v.number for v in origins(named[name]))) for name in ("communicator",) if name in named]
         return f"{library} {self.group(x)} {keys}"
 
     def collective_inputs(self, x: Operation) -> list[Value]:
@@ -136,7 +138,7 @@ class Values(Inlined):
                 sums.carried |= {i for i, result in enumerate(loop.results) if result == v}
             # The results of the loop are not followed beyond it.
             outside = set(loop.operation.outputs if loop is not None and v in loop.results else ())
-            for x in self.uses.get(v, ()):
+            for x in v.users:
                 if x.op in OF_SHAPES or outside.intersection(x.outputs):
                     continue
                 if x.op in WRITES and v not in x.inputs[:1]:
@@ -158,7 +160,7 @@ class Values(Inlined):
     def parts(self, x: Operation) -> list[Value]:
         """The arrays that a strategy concatenated for a collective, split again."""
         v = x.outputs[0]
-        while len(users := self.uses.get(v, ())) == 1:
+        while len(users := v.users) == 1:
             (user,) = users
             if user.op in ("Split", "SplitV"):
                 return user.outputs
@@ -172,7 +174,7 @@ class Values(Inlined):
         additions, seen = list[Operation](), set[Value]()
         while v not in seen and v not in self.escaping:
             seen.add(v)
-            users = [x for x in self.uses.get(v, ()) if not self._is_dead(x)]
+            users = [x for x in v.users if not self._is_dead(x)]
             outputs = self.linear_in(users[0], v) if len(users) == 1 else None
             if outputs is None or len(outputs) != 1 or users[0].op in SCALED:
                 break
@@ -181,7 +183,7 @@ class Values(Inlined):
         return additions
 
     def _is_dead(self, x: Operation) -> bool:
-        return x.op in MOVED and not any(v in self.uses or v in self.escaping for v in x.outputs)
+        return x.op in MOVED and not any(v.users or v in self.escaping for v in x.outputs)
 
     def linear_in(self, x: Operation, v: Value) -> list[Value] | None:
         """The outputs of an operation that are linear in the input ``v``; None if there are others."""
@@ -202,13 +204,9 @@ class Values(Inlined):
         """Follows values back through operations that move them; with ``linear``, through sums and collectives too."""
 
         def before(v: Value) -> list[Value]:
-            return [y for x in self.makers([v]) for y in x.passed(v) or self._inputs_of(x, linear)]
+            return [y for x in makers([v]) for y in x.passed(v) or self._inputs_of(x, linear)]
 
         return walk(start, before)
-
-    def closure(self, start: Iterable[Value]) -> set[Value]:
-        """All values that ``start`` depends on, except through variables."""
-        return walk(start, lambda v: [y for x in self.makers([v]) for y in x.inputs])
 
     def equal_on_all(self, x: Operation, exchanged: set[Value]) -> bool:
         """Whether the operands of a collective are identical on all devices: they depend on ``exchanged`` values only.
@@ -240,7 +238,7 @@ class Values(Inlined):
         if len(seen) > MAX_DEPTH:
             return None
         seen[v] = -1  # ends the recursion around a loop
-        x, parts = self.producers.get(v), tuple[object, ...]()
+        x, parts = v.maker, tuple[object, ...]()
         if v in known:
             parts = ("exchanged",)
         elif x is not None and len(passed := x.passed(v)) == 1:
@@ -261,7 +259,7 @@ class Values(Inlined):
 
         The constant may depend on the replica id, which is a constant in each replica's graph.
         """
-        if x.op in SELECTS and constant(self, x.inputs[0], {}) is not None:
+        if x.op in SELECTS and constant(x.inputs[0]) is not None:
             return True
         return x.op not in (EITHER, CHOSEN) and self._definition(x.op).is_stateful
 
@@ -269,8 +267,8 @@ class Values(Inlined):
     def touching(self) -> dict[Value, list[Operation]]:
         """The operations that use a variable, by its handle."""
         touching = dict[Value, list[Operation]]()
-        for v, users in self.uses.items():
-            if self.arrays[v].kind == "":
-                for handle in self.origins(v):
-                    touching.setdefault(handle, []).extend(x for x in users if x.op not in (EITHER, CHOSEN))
+        for v in self.values:
+            if v.shape.kind == "" and v.users:
+                for handle in origins(v):
+                    touching.setdefault(handle, []).extend(x for x in v.users if x.op not in (EITHER, CHOSEN))
         return touching
