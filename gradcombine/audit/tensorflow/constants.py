@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.audit.subject import walk
-from gradcombine.audit.tensorflow.inlined import CHOSEN, EITHER, GraphLoop, Operation, Value, makers, origins
+from gradcombine.audit.tensorflow.values import CHOSEN, EITHER, GraphLoop, Operation, Value, makers, origins
 from gradcombine.types import Array
 
 MAX_ITERATIONS = 1000

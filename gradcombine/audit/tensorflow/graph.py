@@ -5,39 +5,56 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gradcombine.audit.subject import (
-    COPIED,
-    FEW_SCALARS,
-    Exchange,
-    Facts,
-    Loop,
-    Shape,
-    Subject,
-    times,
-    walk,
-)
+from gradcombine.audit.subject import COPIED, FEW_SCALARS, Exchange, Facts, Loop, Shape, Subject, times, walk
 from gradcombine.audit.tensorflow.constants import trip_count
-from gradcombine.audit.tensorflow.inlined import (
+from gradcombine.audit.tensorflow.inlined import Inlined
+from gradcombine.audit.tensorflow.values import (
     CHOSEN,
     EITHER,
+    FIRST,
+    LINEAR,
+    MOVED,
+    OF_SHAPES,
+    SCALED,
+    SELECTS,
+    SUMS,
     SUMS_OF_DEVICES,
     WRITES,
     GraphLoop,
     Operation,
     Value,
     closure,
+    linear_in,
     makers,
+    moved_from,
     origins,
 )
-from gradcombine.audit.tensorflow.values import LINEAR, SELECTS, Values
 
 PASSES = {"Identity", EITHER, CHOSEN}
 
 
-class Graph(Values, Subject[Operation]):
+@dataclass
+class Sums:
+    """Accumulators of values from which nothing else is computed.
+
+    Attributes:
+      carried: indices of carried values of the loop.
+      variables: handles of variables that are written or added to.
+      values: all values on the way there.
+      added: whether there was an addition.
+    """
+
+    carried: set[int] = field(default_factory=set)
+    variables: set[Value] = field(default_factory=set)
+    values: set[Value] = field(default_factory=set)
+    added: bool = False
+
+
+class Graph(Inlined, Subject[Operation]):
     """Queries of rules and reports for a graph; arguments as for `Inlined`."""
 
     noun, merges_sums = "variables", True
@@ -114,13 +131,13 @@ class Graph(Values, Subject[Operation]):
         # Writes of one device's variables for which a counter chooses between a new value and the old one.
         writes = list[tuple[Operation, int]]()
         for x in self.operations:
-            if x.op not in WRITES or (handle := self.variable(x)) is None:
+            if x.op not in WRITES or (handle := x.variable) is None:
                 continue
             array = x.inputs[1].shape
             if not array.is_float or (array.exact and array.bytes < FEW_SCALARS):
                 continue
             for decision, (a, b), in_branch in self._choices(x.inputs[1]):
-                kept = [any(self._reads(v, handle) for v in self.moved_from([side])) for side in (a, b)]
+                kept = [any(self._reads(v, handle) for v in moved_from([side])) for side in (a, b)]
                 computed = [self._is_computed(side, handle, in_branch, x) for side in (a, b)]
                 if any(a and b for a, b in zip(kept, computed[::-1], strict=True)) and self._by_counter(decision):
                     writes.append((x, times(x.loops) * array.bytes))
@@ -140,10 +157,10 @@ class Graph(Values, Subject[Operation]):
 
     def merge_key(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
         outputs = {v for other in self.exchanges for v in other.x.outputs}
-        return exchange.x.site, self.key(exchange.x), len(closure(self.collective_inputs(exchange.x)) & outputs)
+        return exchange.x.site, self.key(exchange.x), len(closure(exchange.x.sent) & outputs)
 
     def converted(self, exchange: Exchange[Operation]) -> Iterator[tuple[Shape, Shape]]:
-        for x in makers(self.moved_from(self.collective_inputs(exchange.x))):
+        for x in makers(moved_from(exchange.x.sent)):
             if x.op == "Cast":
                 yield x.inputs[0].shape, x.outputs[0].shape
 
@@ -160,12 +177,12 @@ class Graph(Values, Subject[Operation]):
                 yield shape, x if loop is None else loop.operation
 
     def operand_key(self, exchange: Exchange[Operation]) -> object:
-        sources = tuple(tuple(origins(v)) for v in self.collective_inputs(exchange.x))
+        sources = tuple(tuple(origins(v)) for v in exchange.x.sent)
         return (exchange.kind, self.key(exchange.x), sources) if all(len(x) == 1 for x in sources) else None
 
     def is_equal(self, exchange: Exchange[Operation]) -> bool:
         earlier = self.made_equal(exchange.x)
-        passed = self.moved_from(self.collective_inputs(exchange.x), linear=True) & earlier
+        passed = moved_from(exchange.x.sent, linear=True) & earlier
         return bool(passed) and self.equal_on_all(exchange.x, earlier)
 
     def counted_once(self, loop: Loop[Operation]) -> str:
@@ -175,11 +192,82 @@ class Graph(Values, Subject[Operation]):
         unknown = any(array.kind and not array.exact for array in arrays)
         return f", {loop.operation.name}, is counted as one iteration" if size >= COPIED or unknown else ""
 
+    def sums(self, start: Iterable[Value], loop: GraphLoop | None) -> Sums | None:
+        """Finds the accumulators of values, in an iteration or a call; None if anything else is computed from them."""
+        sums, waiting, products = Sums(), list(start), list[Operation]()
+        while waiting:
+            v = waiting.pop()
+            if v in sums.values:
+                continue
+            sums.values.add(v)
+            if v in self.escaping:
+                return None
+            if loop is not None and v in loop.results:
+                sums.carried |= {i for i, result in enumerate(loop.results) if result == v}
+            # The results of the loop are not followed beyond it.
+            outside = set(loop.operation.outputs if loop is not None and v in loop.results else ())
+            for x in v.users:
+                if x.op in OF_SHAPES or outside.intersection(x.outputs):
+                    continue
+                if x.op in WRITES and v not in x.inputs[:1]:
+                    handle = x.variable
+                    if handle is None:
+                        return None
+                    sums.variables.add(handle)
+                    sums.added |= x.op != "AssignVariableOp"
+                elif (outputs := linear_in(x, v)) is not None:
+                    sums.added |= x.op in SUMS
+                    products += [x] * (x.op in SCALED)
+                    waiting += outputs
+                else:
+                    return None
+        if any(all(v in sums.values for v in x.inputs) for x in products):
+            return None
+        return sums
+
+    def parts(self, x: Operation) -> list[Value]:
+        """The arrays that a strategy concatenated for a collective, split again."""
+        v = x.outputs[0]
+        while len(users := v.users) == 1:
+            (user,) = users
+            if user.op in ("Split", "SplitV"):
+                return user.outputs
+            if MOVED.get(user.op) != FIRST or len(user.outputs) != 1:
+                break
+            (v,) = user.outputs
+        return x.outputs
+
+    def sums_of(self, v: Value) -> list[Operation]:
+        """The successive additions that a value enters, as long as it has no other use."""
+        additions, seen = list[Operation](), set[Value]()
+        while v not in seen and v not in self.escaping:
+            seen.add(v)
+            users = [x for x in v.users if not self._is_dead(x)]
+            outputs = linear_in(users[0], v) if len(users) == 1 else None
+            if outputs is None or len(outputs) != 1 or users[0].op in SCALED:
+                break
+            additions += [x for x in users if x.op in SUMS]
+            (v,) = outputs
+        return additions
+
+    def _is_dead(self, x: Operation) -> bool:
+        return x.op in MOVED and not any(v.users or v in self.escaping for v in x.outputs)
+
+    @cached_property
+    def touching(self) -> dict[Value, list[Operation]]:
+        """The operations that use a variable, by its handle."""
+        touching = dict[Value, list[Operation]]()
+        for v in self.values:
+            if v.shape.kind == "" and v.users:
+                for handle in origins(v):
+                    touching.setdefault(handle, []).extend(x for x in v.users if x.op not in (EITHER, CHOSEN))
+        return touching
+
     def _exchange(self, x: Operation) -> Exchange | None:
         if not x.collective or (x.op in SUMS_OF_DEVICES and not self._sums_devices(x)):
             return None
         outputs = [v.shape for v in x.outputs]
-        inputs = [v.shape for v in self.collective_inputs(x)] or outputs
+        inputs = [v.shape for v in x.sent] or outputs
         operand, result = (sum(array.bytes for array in arrays) for arrays in (inputs, outputs))
         exact = all(array.exact for array in (*inputs, *outputs))
         function = x.site.function or self.name
@@ -250,17 +338,17 @@ class Graph(Values, Subject[Operation]):
 
     def _clears(self, x: Operation, handle: Value) -> bool:
         """Whether a write in a branch replaces a variable's value by one that does not depend on it."""
-        written = self.moved_from(x.inputs[1:2])
+        written = moved_from(x.inputs[1:2])
         choices = [side for y in makers(written) if y.op == CHOSEN for side in y.inputs[1:]]
         sides = choices or (x.inputs[1:2] if x.site.branches else [])
-        return any(not any(self._reads(v, handle) for v in self.moved_from([side], linear=True)) for side in sides)
+        return any(not any(self._reads(v, handle) for v in moved_from([side], linear=True)) for side in sides)
 
     def _reads(self, v: Value, handle: Value) -> bool:
-        return any(x.op == "ReadVariableOp" and self.variable(x) == handle for x in makers([v]))
+        return any(x.op == "ReadVariableOp" and x.variable == handle for x in makers([v]))
 
     def _choices(self, value: Value) -> Iterator[tuple[Value, list[Value], bool]]:
         """Yields the selects and conditionals that a value comes from: predicate, sides, and whether conditional."""
-        for x in makers(self.moved_from([value])):
+        for x in makers(moved_from([value])):
             if (x.op in SELECTS or x.op == CHOSEN) and len(x.inputs) == 3:
                 yield x.inputs[0], x.inputs[1:], x.op == CHOSEN
 
@@ -271,7 +359,7 @@ class Graph(Values, Subject[Operation]):
             producers = [v.maker for v in origins(side)]
             if any(x is None or not set(x.site.branches) <= set(at.site.branches) for x in producers):
                 return False
-        computed = self.moved_from([side])
+        computed = moved_from([side])
         if any(x.op in LINEAR for x in makers(computed)):
             return True
         # A select between the variable's values before and after a write.

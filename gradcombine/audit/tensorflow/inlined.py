@@ -3,34 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from gradcombine.audit.subject import Frame, Loop, Shape, own_line, walk
-from gradcombine.errors import invalid
-
-ALL_REDUCES = (
-    *("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"),
-    *("CrossReplicaSum", "XlaAllReduce", "DTensorAllReduce", "HorovodAllreduce", "HorovodGroupedAllreduce"),
+from gradcombine.audit.subject import Frame, Shape, own_line
+from gradcombine.audit.tensorflow.constants import constant
+from gradcombine.audit.tensorflow.values import (
+    CHOSEN,
+    COLLECTIVES,
+    EITHER,
+    SELECTS,
+    SUMS_OF_DEVICES,
+    WRITES,
+    GraphLoop,
+    Operation,
+    Site,
+    Value,
+    makers,
+    origins,
 )
-COLLECTIVES = {
-    **dict.fromkeys(ALL_REDUCES, "all-reduce"),
-    **dict.fromkeys(("CollectiveGather", "CollectiveGatherV2", "DTensorAllGather"), "all-gather"),
-    **dict.fromkeys(("HorovodAllgather", "HorovodGroupedAllgather"), "all-gather"),
-    **dict.fromkeys(("CollectiveReduceScatterV2", "XlaReduceScatter", "DTensorReduceScatter"), "reduce-scatter"),
-    **dict.fromkeys(("HorovodReducescatter", "HorovodGroupedReducescatter"), "reduce-scatter"),
-    **dict.fromkeys(("CollectiveAllToAllV2", "CollectiveAllToAllV3", "AllToAll", "DTensorAllToAll"), "all-to-all"),
-    "HorovodAlltoall": "all-to-all",
-    **dict.fromkeys(("CollectiveBcastSend", "CollectiveBcastSendV2", "NcclBroadcast"), "collective-broadcast"),
-    **dict.fromkeys(("CollectiveBcastRecv", "CollectiveBcastRecvV2", "HorovodBroadcast"), "collective-broadcast"),
-    "CollectivePermute": "collective-permute",
-}
-"""Types of collectives, as HLO names them, by TensorFlow operation."""
-
-SUMS_OF_DEVICES = {"AddN", "NcclReduce"}
-"""Operations that may have one input from each device."""
+from gradcombine.errors import invalid
 
 WHILE = {"While", "StatelessWhile", "_While", "XlaWhile", "RiscWhile"}
 BRANCHES = {"If", "StatelessIf", "_If", "XlaIf", "Case", "StatelessCase"}
@@ -38,13 +31,6 @@ CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 OVER_DATA = {"ReduceDataset", "ScanDataset"}
 """Loops over a dataset, whose function takes the carried values, an element, and the captured values."""
 
-EITHER = "Either"
-"""An operation that inlining adds: an argument of a function, or a value of a loop, which is one of its inputs."""
-
-CHOSEN = "Chosen"
-"""An operation that inlining adds: an output of a conditional, of the predicate and the results of the branches."""
-
-WRITES = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 FLOW_V1 = {"Enter", "RefEnter", "Merge", "RefMerge", "NextIteration", "RefNextIteration"}
 PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 BEFORE_LAYOUTS = {"Relayout", "RelayoutLike", "CopyToMesh"}
@@ -58,119 +44,8 @@ KINDS = [
 ]
 """Element types as HLO names them, by TensorFlow's DataType enum; empty for handles, strings and others."""
 
-
-@dataclass(eq=False)
-class Value:
-    """An output of an operation, or an argument of a function; each call of a function has its own.
-
-    Attributes:
-      number: unique in its graph.
-      shape: of the array; its kind is empty for handles, strings and others.
-      maker: the operation; None for an argument of an unknown operation's function.
-      users: operations that take it.
-    """
-
-    number: int
-    shape: Shape
-    maker: Operation | None = None
-    users: list[Operation] = field(default_factory=list)
-
-    def __hash__(self) -> int:
-        return self.number  # so that the order in sets does not depend on addresses
-
-
-@dataclass(eq=False)
-class GraphLoop(Loop["Operation"]):
-    """A loop of a graph.
-
-    Attributes:
-      initial: carried values before the first iteration.
-      carried: carried values at the beginning of an iteration, and as arguments of the condition.
-      results: carried values at the end of an iteration.
-      condition: result of the condition; None for a loop over a dataset.
-    """
-
-    initial: list[Value] = field(default_factory=list)
-    carried: list[Value] = field(default_factory=list)
-    results: list[Value] = field(default_factory=list)
-    condition: Value | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """A call of a function.
-
-    Attributes:
-      function: its name; empty for the graph itself.
-      loops: enclosing loops, outermost first.
-      branches: enclosing branches, each as the indices of its conditional and of the branch.
-      device: of the call.
-      callers: enclosing functions.
-    """
-
-    function: str = ""
-    loops: tuple[GraphLoop, ...] = ()
-    branches: tuple[tuple[int, int], ...] = ()
-    device: str = ""
-    callers: tuple[str, ...] = ()
-
-
-@dataclass(eq=False)
-class Operation:
-    """An operation at its call site. Inputs do not include control dependencies."""
-
-    op: str
-    site: Site
-    inputs: list[Value] = field(default_factory=list)
-    outputs: list[Value] = field(default_factory=list)
-    node: Any = None
-
-    def passed(self, output: Value) -> list[Value]:
-        """The inputs one of which an output is, unchanged; empty if it is computed."""
-        if self.op in ("Identity", "IdentityN"):
-            return [self.inputs[self.outputs.index(output)]]
-        return self.inputs if self.op == EITHER else self.inputs[1:] if self.op == CHOSEN else []
-
-    @property
-    def name(self) -> str:
-        return f"{self.site.function}/{self.node.name}" if self.site.function else self.node.name
-
-    @property
-    def op_name(self) -> str:
-        return self.name
-
-    @property
-    def collective(self) -> str:
-        """The type of collective, or empty. Operations that may sum over devices count as all-reduces here."""
-        return COLLECTIVES.get(self.op, "all-reduce" if self.op in SUMS_OF_DEVICES else "")
-
-    @property
-    def device(self) -> str:
-        return self.node.device or self.site.device
-
-    @property
-    def loops(self) -> tuple[GraphLoop, ...]:
-        """Enclosing loops of more than one iteration, outermost first."""
-        return tuple(loop for loop in self.site.loops if loop.trips != 1)
-
-
-def makers(values: Iterable[Value]) -> Iterator[Operation]:
-    """The operations that make values, as far as they are known."""
-    return (v.maker for v in values if v.maker is not None)
-
-
-def origins(value: Value, known: Container[Value] = ()) -> set[Value]:
-    """Follows a value back through functions, loops, branches and copies; stops at values in ``known``."""
-
-    def before(v: Value) -> Sequence[Value]:
-        return () if v in known or v.maker is None else v.maker.passed(v)
-
-    return {v for v in walk([value], before) if not before(v)}
-
-
-def closure(start: Iterable[Value]) -> set[Value]:
-    """All values that ``start`` depends on, except through variables."""
-    return walk(start, lambda v: v.maker.inputs if v.maker is not None else ())
+MAX_DEPTH = 400
+"""Most values of a computation that is compared between devices."""
 
 
 class Inlined:
@@ -409,6 +284,101 @@ class Inlined:
             return [_kind(kind) for kind in value(argument.type_list_attr).list.type]
         kind = argument.type or (value(argument.type_attr).type if argument.type_attr else 0)
         return [_kind(kind)] * (value(argument.number_attr).i if argument.number_attr else 1)
+
+    def places(self, v: Value) -> set[str]:
+        """The devices on which a value is computed; for a value read from a variable, the variable's devices."""
+        devices = set[str]()
+        for x in makers(origins(v)):
+            device = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
+            devices |= {device} if device or x.op != "ReadVariableOp" else self.places(x.inputs[0])
+        return devices
+
+    def roots(self) -> list[str]:
+        """Functions without a caller that contain collectives or write to variables."""
+        nodes = [node for function in self._library.values() for node in function.node_def]
+        called = {f for node in nodes for names in self._functions(node).values() for f in names}
+        called |= {x.site.function for x in self.operations} | {node.op for node in nodes}
+        return [name for name in self._library if name not in called and self._has_effects(name)]
+
+    def named(self, x: Operation) -> dict[str, Value]:
+        """An operation's inputs by name."""
+        return dict(zip((argument.name for argument in self._definition(x.op).input_arg), x.inputs, strict=False))
+
+    def group(self, x: Operation) -> list[tuple[int, ...]]:
+        """The groups of devices of a collective; empty if their number is unknown."""
+        if x.op in SUMS_OF_DEVICES:
+            return [tuple(range(len(x.inputs)))]
+        named = self.named(x)
+        for name in ("group_size", "num_devices"):
+            default = x.node.attr[name].i if name in x.node.attr else None
+            size = constant(named[name]) if name in named else default
+            if size is not None:
+                return [tuple(range(int(size)))]
+        table = constant(named["group_assignment"]) if "group_assignment" in named else None
+        return [tuple(map(int, row)) for row in table] if table is not None and table.ndim == 2 and table.size else []
+
+    def key(self, x: Operation) -> str:
+        """A key that is equal for collectives over the same devices."""
+        named = self.named(x)
+        library = "" if x.op in SUMS_OF_DEVICES else x.op[:4]
+        keys = [str(constant(named[name])) for name in ("group_key",) if name in named]
+        keys += [str(sorted(v.number for v in origins(named[name]))) for name in ("communicator",) if name in named]
+        return f"{library} {self.group(x)} {keys}"
+
+    def equal_on_all(self, x: Operation, exchanged: set[Value]) -> bool:
+        """Whether the operands of a collective are identical on all devices: they depend on ``exchanged`` values only.
+
+        Constants may differ between the devices of a graph, so the computations of all devices are compared.
+        """
+        hashes = {tuple(self._hash(v, exchanged, {}) for v in y.sent) for y in self._peers(x)}
+        return len(hashes) == 1 and all(number is not None for inputs in hashes for number in inputs)
+
+    def made_equal(self, x: Operation) -> set[Value]:
+        """Results of other collectives over the same devices that are equal on all of them."""
+        key, peers = self.key(x), self._peers(x)
+        others = (y for y in self.operations if COLLECTIVES.get(y.op) in ("all-reduce", "all-gather"))
+        return {v for y in others if y not in peers and self.key(y) == key for v in y.outputs}
+
+    def _peers(self, x: Operation) -> list[Operation]:
+        """The operations that execute a collective together, one per device."""
+        by_device = dict[str, list[Operation]]()
+        for y in self.operations:
+            if y.op == x.op and y.op in COLLECTIVES:
+                by_device.setdefault(y.device, []).append(y)
+        index = by_device[x.device].index(x) if x.op in COLLECTIVES else 0
+        return [operations[index] for operations in by_device.values() if len(operations) > index] or [x]
+
+    def _hash(self, v: Value, known: set[Value], seen: dict[Value, int | None]) -> int | None:
+        """Hashes the computation of a value; None if the value may differ between devices, or is too deep."""
+        if v in seen:
+            return seen[v]
+        if len(seen) > MAX_DEPTH:
+            return None
+        seen[v] = -1  # ends the recursion around a loop
+        x, parts = v.maker, tuple[object, ...]()
+        if v in known:
+            parts = ("exchanged",)
+        elif x is not None and len(passed := x.passed(v)) == 1:
+            seen[v] = self._hash(passed[0], known, seen)
+            return seen[v]
+        elif x is not None and x.op == "Const":
+            parts = (x.node.attr["value"].tensor.SerializeToString(),)
+        elif x is None or not x.inputs or self._may_differ(x):
+            parts = (None,)
+        else:
+            hashes = [self._hash(y, known, seen) for y in x.inputs]
+            parts = (None,) if None in hashes else (x.op, x.outputs.index(v), *hashes)
+        seen[v] = None if None in parts else hash(parts)
+        return seen[v]
+
+    def _may_differ(self, x: Operation) -> bool:
+        """Whether an operation may give different results for equal inputs: it is stateful, or a constant selects.
+
+        The constant may depend on the replica id, which is a constant in each replica's graph.
+        """
+        if x.op in SELECTS and constant(x.inputs[0]) is not None:
+            return True
+        return x.op not in (EITHER, CHOSEN) and self._definition(x.op).is_stateful
 
 
 def _kind(number: int) -> str:
