@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,11 @@ NO_COST = (0.0,) * 5
 
 def sections(report: Audit) -> list[Section]:
     """The sections of a terminal report; the findings come last, next to the prompt."""
-    parts = [_totals(report), _bound(report), _collectives(report), *_branches(report)]
-    return [*parts, *_unread(report), *_findings(report)]
+    return _sections(report, _totals, _bound, _collectives, _branches, _unread, _findings)
+
+
+def _sections(report: Audit, *parts: Callable[[Audit], Section | None]) -> list[Section]:
+    return [section for part in parts if (section := part(report)) is not None]
 
 
 def page_sections(
@@ -47,18 +50,7 @@ def page_sections(
         rows = [Cells((one.name, answer), passes(one, fail_on) is not False) for one, answer in answers]
         parts.append(Section("Programs", columns=("program", ""), rows=rows))
     for one in shown:
-        drawing, title = timeline(one), f"One call of {one.name}"
-        of_graph = "times cannot be read from a graph"
-        undrawn = of_graph if one.flops is None else "nothing is computed, moved or exchanged"
-        parts += [
-            _bound(one),
-            Section(title, charts=[drawing]) if drawing else Section(title, undrawn),
-            *_findings(one),
-            _collectives(one),
-            *_branches(one),
-            _totals(one),
-            *_unread(one),
-        ]
+        parts += _sections(one, _bound, _timeline, _findings, _collectives, _branches, _totals, _unread)
     names = {x.name for one in shown for x in one.findings}
     return parts + [Section(name, anchor=name, text=text) for name, text in explanations().items() if name in names]
 
@@ -67,6 +59,14 @@ def explanations() -> dict[str, str]:
     """Explanations of the findings in Markdown, by name."""
     _, *parts = (Path(__file__).parent / "findings.md").read_text(encoding="utf-8").split("\n## ")
     return {name: text.strip() for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _timeline(report: Audit) -> Section:
+    title, drawing = f"One call of {report.name}", timeline(report)
+    if drawing is not None:
+        return Section(title, charts=[drawing])
+    of_graph = "times cannot be read from a graph"
+    return Section(title, of_graph if report.flops is None else "nothing is computed, moved or exchanged")
 
 
 def _collectives(report: Audit) -> Section:
@@ -87,15 +87,14 @@ def _collectives(report: Audit) -> Section:
     return Section("Collectives", "" if rows else "none", columns=columns if rows else (), rows=rows)
 
 
-def _unread(report: Audit) -> list[Section]:
-    return [Section("Not read", "; ".join(report.unread))] if report.unread else []
+def _unread(report: Audit) -> Section | None:
+    return Section("Not read", "; ".join(report.unread)) if report.unread else None
 
 
-def _findings(report: Audit) -> list[Section]:
-    if not report.findings:
-        return []
+def _findings(report: Audit) -> Section | None:
     rows = [_finding(report, *pair) for pair in _merged(report.findings)]
-    return [Section("Findings", columns=("finding", "times", "cost", "at the bound"), rows=rows, whole=True)]
+    columns = "finding", "times", "cost", "at the bound"
+    return Section("Findings", columns=columns, rows=rows, whole=True) if rows else None
 
 
 def passes(report: Audit, fail_on: frozenset[str]) -> bool | None:
@@ -305,9 +304,9 @@ def _bound(report: Audit) -> Section:
     return Section(title, note, columns=("", "seconds", "arithmetic"), rows=rows)
 
 
-def _branches(report: Audit) -> list[Section]:
+def _branches(report: Audit) -> Section | None:
     rows = [Cells((what, count, short(source))) for what, count, source in report.program.controls()]
-    return [Section("Loops and branches", columns=("what", "how often", "source"), rows=rows)] if rows else []
+    return Section("Loops and branches", columns=("what", "how often", "source"), rows=rows) if rows else None
 
 
 def _merged(findings: Sequence[Finding]) -> Iterator[tuple[Finding, int]]:
