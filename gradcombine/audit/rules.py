@@ -66,7 +66,7 @@ def judged(unknown: Collection[Fact]) -> tuple[str, ...]:
 
 
 def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
-    for exchange, loop, size in sorted(subject.reduced, key=lambda x: x.loop is None):
+    for exchange, loop, size in sorted(subject.reduced, key=lambda x: x[1] is None):
         avoidable, share = exchange.times, size / (exchange.operand or 1)
         where = "in each call is only accumulated, and read in some later calls"
         if loop is not None:

@@ -194,7 +194,7 @@ class Search(Subject[Instruction]):
 
     def discarded(self) -> list[tuple[Instruction, int]]:
         # Selects between a new and an old value of state, by a predicate that depends on counters only.
-        flow, kept = self.flow, dict[str, tuple[Instruction, int]]()
+        flow, kept = self.flow, dict[Node, tuple[Instruction, int]]()
         entry = {self.flow.node(self.program.entry, x): i for i, x in enumerate(self.program.parameters)}
         next_values = dict[Node, set[Node]]()
         for loop, _ in self.loops():
@@ -223,12 +223,11 @@ class Search(Subject[Instruction]):
                 old = {n for n in side - other if flow.places[n].shape.elements == x.shapes[0].elements}
                 often = chosen == self._comparison(predicate)
                 if is_computed and (old := {n for n in old if returns(n, node, other, often)}):
-                    origin = flow.places[min(old)]
-                    kept[f"{origin.computation}/{origin.x.name}/{origin.leaf}"] = (x, x.bytes)
+                    kept[min(old)] = x, x.bytes
         return list(kept.values())
 
     def could_merge(self, exchange: Exchange[Instruction]) -> bool:
-        is_reported = any(x.exchange is exchange and x.loop is not None for x in self.reduced)
+        is_reported = any(other is exchange and loop is not None for other, loop, _ in self.reduced)
         return exchange.kind != "collective-permute" and not is_reported
 
     def only_accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:

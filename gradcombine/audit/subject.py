@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -260,20 +261,6 @@ def short(source: str) -> str:
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
 
 
-class Reduced(NamedTuple, Generic[X]):
-    """An exchange of gradients whose result is only added to accumulators.
-
-    Attributes:
-      exchange: the collective.
-      loop: whose iterations accumulate; None if successive calls do.
-      size: bytes of the operands that are accumulated.
-    """
-
-    exchange: Exchange[X]
-    loop: Loop[X] | None
-    size: float
-
-
 class Subject(Protocol[X]):
     """A program, with the queries of the rules.
 
@@ -291,12 +278,12 @@ class Subject(Protocol[X]):
         ...
 
     @cached_property
-    def reduced(self) -> list[Reduced[X]]:
-        """Exchanges of gradients that are only accumulated, over a loop or over calls."""
-        reduced = list[Reduced[X]]()
+    def reduced(self) -> list[tuple[Exchange[X], Loop[X] | None, float]]:
+        """Exchanges of gradients that are only accumulated, over a loop or (None) over calls, and how many bytes."""
+        reduced = list[tuple[Exchange[X], Loop[X] | None, float]]()
         for exchange in self.reducing():
-            sizes = ((loop, self.accumulated(exchange, loop)) for loop in (*exchange.loops, None))
-            reduced += [Reduced(exchange, loop, size) for loop, size in sizes if size][:1]
+            sizes = ((exchange, loop, self.accumulated(exchange, loop)) for loop in (*exchange.loops, None))
+            reduced += islice((each for each in sizes if each[2]), 1)
         return reduced
 
     def reducing(self) -> list[Exchange[X]]:

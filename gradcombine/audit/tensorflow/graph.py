@@ -146,7 +146,7 @@ class Graph(Inlined, Subject[Operation]):
         return [(x, size) for x, size in writes if x.device == first]
 
     def could_merge(self, exchange: Exchange[Operation]) -> bool:
-        return all(x.exchange is not exchange for x in self.reduced)
+        return all(other is not exchange for other, _, _ in self.reduced)
 
     def only_accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation]) -> bool:
         assert isinstance(loop, GraphLoop)
@@ -259,7 +259,7 @@ class Graph(Inlined, Subject[Operation]):
         touching = dict[Value, list[Operation]]()
         for v in self.values:
             if v.shape.kind == "" and v.users:
-                for handle in origins(v):
+                for handle in sorted(origins(v), key=lambda handle: handle.number):
                     touching.setdefault(handle, []).extend(x for x in v.users if x.op not in (EITHER, CHOSEN))
         return touching
 

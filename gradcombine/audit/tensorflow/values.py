@@ -65,7 +65,7 @@ OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
 """Operations that depend only on the shape of their input."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """An output of an operation, or an argument of a function; each call of a function has its own.
 
@@ -80,9 +80,6 @@ class Value:
     shape: Shape
     maker: Operation | None = None
     users: list[Operation] = field(default_factory=list)
-
-    def __hash__(self) -> int:
-        return self.number  # so that the order in sets does not depend on addresses
 
 
 @dataclass(eq=False)
@@ -121,7 +118,7 @@ class Site:
     callers: tuple[str, ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """An operation at its call site. Inputs do not include control dependencies."""
 

@@ -465,10 +465,7 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "optax.MultiSteps": (accumulated_by_optax, {"optimizer-every-microbatch"}),
     "reshaped and constrained": (reshaped_and_constrained, {"reduced-in-loop"}),
     "an example of optax": (partial(in_each_call, by_compiler=True), IN_EACH_CALL),
-    "reduced in each call": (
-        partial(in_each_call, by_compiler=False),
-        {"optimizer-every-microbatch", "reduced-in-loop"},
-    ),
+    "reduced in each call": (partial(in_each_call, by_compiler=False), IN_EACH_CALL),
     "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
     "decided, or cleared": (decided_or_cleared, {"optimizer-every-microbatch"}),
