@@ -98,11 +98,8 @@ class Graph(Inlined, Subject[Operation]):
         """Yields loops and branches: a description, the number of executions per call, and the source."""
         for loop in self.graph_loops:
             count = times(loop.operation.loops)
-            yield (
-                "loop",
-                "unknown" if loop.trips is None else f"{count * loop.trips:,}",
-                self.source(loop.operation),
-            )
+            often = "unknown" if loop.trips is None else f"{count * loop.trips:,}"
+            yield "loop", often, self.source(loop.operation)
         for x in self.conditionals:
             yield "branch", f"{times(x.loops):,}", self.source(x)
 
@@ -115,7 +112,8 @@ class Graph(Inlined, Subject[Operation]):
         assert loop is None or isinstance(loop, GraphLoop)
         parts = self.parts(exchange.x)
         large = [v for v in parts if v.shape.bytes >= FEW_SCALARS or not exchange.exact]
-        return exchange.operand if any(self._only_added([v], loop, exchange.x) for v in large) else 0
+        added = (self._only_added([v], loop, exchange.x) for v in large)
+        return exchange.operand if any(sums.carried or sums.variables for sums in added if sums) else 0
 
     def unrolled(self) -> list[list[Exchange[Operation]]]:
         by_sum = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)
@@ -150,10 +148,7 @@ class Graph(Inlined, Subject[Operation]):
 
     def only_accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation]) -> bool:
         assert isinstance(loop, GraphLoop)
-        sums = self.sums(exchange.x.outputs, loop)
-        if sums is None or not all(self._adds_only(i, loop) for i in sums.carried):
-            return False
-        return all(self._adds_to(handle, loop) for handle in sums.variables)
+        return self._only_added(exchange.x.outputs, loop) is not None
 
     def merge_key(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
         outputs = {v for other in self.exchanges for v in other.x.outputs}
@@ -170,11 +165,11 @@ class Graph(Inlined, Subject[Operation]):
             if loop is not None and v.shape.is_narrow and self._adds_only(i, loop):
                 yield v.shape, loop.operation
         written = {handle: x for handle, xs in self.touching.items() for x in xs[::-1] if x.op in WRITES}
-        narrow = {h: (x.inputs[1].shape, x) for h, x in written.items()}
-        first = min((x.device for shape, x in narrow.values() if shape.is_narrow), default="")
-        for handle, (shape, x) in narrow.items():
-            if shape.is_narrow and x.device == first and self._adds_to(handle, loop):
-                yield shape, x if loop is None else loop.operation
+        narrow = {handle: x for handle, x in written.items() if x.inputs[1].shape.is_narrow}
+        first = min((x.device for x in narrow.values()), default="")
+        for handle, x in narrow.items():
+            if x.device == first and self._adds_to(handle, loop):
+                yield x.inputs[1].shape, x if loop is None else loop.operation
 
     def operand_key(self, exchange: Exchange[Operation]) -> object:
         sources = tuple(tuple(origins(v)) for v in exchange.x.sent)
@@ -278,12 +273,12 @@ class Graph(Inlined, Subject[Operation]):
         devices = [self.places(v) - {""} for v in x.inputs]
         return len(devices) > 1 and all(len(x) == 1 for x in devices) and len(set.union(*devices)) == len(devices)
 
-    def _only_added(self, values: list[Value], loop: GraphLoop | None, x: Operation) -> bool:
+    def _only_added(self, values: list[Value], loop: GraphLoop | None, x: Operation | None = None) -> Sums | None:
+        """The accumulators of a collective's results; None unless each iteration, or each call, only adds to them."""
         sums = self.sums(values, loop)
-        if sums is None or not (sums.carried or sums.variables):
-            return False
-        carried = all(loop is not None and self._adds_only(i, loop) for i in sums.carried)
-        return carried and all(self._adds_to(handle, loop, x) for handle in sums.variables)
+        if sums is None or not all(loop is not None and self._adds_only(i, loop) for i in sums.carried):
+            return None
+        return sums if all(self._adds_to(handle, loop, x) for handle in sums.variables) else None
 
     def _adds_only(self, index: int, loop: GraphLoop) -> bool:
         """Whether each iteration of a loop only adds to this carried value."""
