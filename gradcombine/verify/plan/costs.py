@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from gradcombine import reductions, wires
 from gradcombine.audit import Audit, OutOfMemoryError, Target, audit
 from gradcombine.audit.program import Program
 from gradcombine.audit.subject import Exchange
-from gradcombine.audit.target import bounds
+from gradcombine.audit.target import Bound, bounds
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.integrations.jax import run_if, value_and_grad
 from gradcombine.types import Tree
@@ -35,14 +35,14 @@ def microbatch_of(problem: Problem, target: Target) -> Figures | None:
       None if they do not fit in memory.
     """
     try:
-        window = _compiled([_microbatch(problem)], target)
+        audits, figures, _ = _compiled([_microbatch(problem)], target)
     except OutOfMemoryError:
         return None
     except Exception as error:  # the loss is foreign code
         raise invalid("a loss whose gradients compile", _reason(error)) from None
-    ((report, calls),) = window.audits
+    ((report, calls),) = audits
     memory = report.memory
-    return Figures(window.figures.moved / calls, window.figures.sent / calls, 0 if memory is None else memory.temporary)
+    return Figures(figures.moved / calls, figures.sent / calls, 0 if memory is None else memory.temporary)
 
 
 def _microbatch(problem: Problem) -> Part:
@@ -69,18 +69,14 @@ def row_of(problem: Problem, strategy: Strategy, target: Target, microbatch: Fig
     try:
         parts = programs(problem, strategy)
         row = row._replace(predicted=microbatch and predict(problem, strategy, microbatch))
-        window = _compiled(parts, target)
+        audits, compiled, limits = _compiled(parts, target)
     except OutOfMemoryError as error:
         return row._replace(lacking=_exceeded(str(error)), refused=_reason(error))
     except Exception as error:  # of a framework, the compiler or the loss; other strategies may work
         return row._replace(refused=_reason(error))
     capacity = math.inf if target.figures is None else target.figures.memory
-    return row._replace(
-        calls=window.audits,
-        compiled=window.figures,
-        bounds=bounds(target, window.flops, window.figures.moved, window.exchanges),
-        lacking=int(max(0, window.figures.memory - capacity)),
-    )
+    lacking = int(max(0, compiled.memory - capacity))
+    return row._replace(calls=audits, compiled=compiled, bounds=limits, lacking=lacking)
 
 
 def _reason(error: Exception) -> str:
@@ -112,16 +108,8 @@ RUN_IF = run_if.__file__
 """Source file of the conditionals at the boundary of a window."""
 
 
-class _Window(NamedTuple):
-    """Cost of a window of compiled programs on each device."""
-
-    audits: list[tuple[Audit, int]]
-    figures: Figures
-    flops: dict[int, float]
-    exchanges: list[Exchange]
-
-
-def _compiled(parts: Sequence[Part], target: Target) -> _Window:
+def _compiled(parts: Sequence[Part], target: Target) -> tuple[list[tuple[Audit, int]], Figures, dict[str, Bound]]:
+    """The audit and number of calls of each program, and the cost and lower bounds of a window on each device."""
     # With unlimited memory: programs that do not fit get a row with figures, too.
     figures = target.figures
     unlimited = target._replace(figures=figures and figures._replace(memory=2**62))
@@ -139,7 +127,7 @@ def _compiled(parts: Sequence[Part], target: Target) -> _Window:
             exchanges += [exchange] * (1 if exchange.computation in boundary else calls)
     peaks = [report.memory.peak for report, _ in audits if report.memory is not None]
     sent = sum(x.times * x.sent() for x in exchanges)
-    return _Window(audits, Figures(moved, sent, max(peaks, default=0)), flops, exchanges)
+    return audits, Figures(moved, sent, max(peaks, default=0)), bounds(target, flops, moved, exchanges)
 
 
 def _boundary(program: Program) -> Iterator[str]:
