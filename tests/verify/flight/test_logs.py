@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -187,17 +188,14 @@ def test_damage_and_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_names_of_two_frameworks_and_rules(tmp_path: Path) -> None:
     x, y = np.float32([1, 2]), np.float32([[3]])
-    a = write(
-        tmp_path / "a.log",
-        {(0, 0): gc.digest({"params": {"Dense_0": {"kernel": x}, "odd": y}})},
-        {"params": {"Dense_0": {"kernel": x}, "odd": y}},
-        (),
+    a, b = (
+        write(tmp_path / name, {(0, 0): gc.digest(like)}, like, ())
+        for name, like in {
+            "a.log": {"params": {"Dense_0": {"kernel": x}, "odd": y}},
+            "b.log": {"model": {"dense.0": {"weight": x}}, "strange": y},
+        }.items()
     )
-    like = {"model": {"dense.0": {"weight": x}}, "strange": y}
-    b = write(tmp_path / "b.log", {(0, 0): gc.digest(like)}, like, ())
     assert compared(a, b).compared == 1
-    import re
-
     rules = Rules((Rule(re.compile("params/odd"), "strange", None),))
     assert (compared(a, b, rules).compared, compared(a, b, rules).passes) == (2, True)
 
