@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple, TypeAlias
@@ -19,35 +20,6 @@ from gradcombine.types import Array, Tree
 
 Order: TypeAlias = Callable[[Sequence[Tree]], Tree]
 Split: TypeAlias = Callable[[Sequence[Tree], int], list[Sequence[Tree]]]
-
-
-def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
-    """All known orders for ``count`` contributions over any of the numbers of replicas in ``ranks``, with their names.
-
-    Orders that coincide for few contributions are listed once.
-    """
-    yield "one after another", left_chain
-    if count < 3:
-        return
-    yield "one after another, from the last to the first", lambda trees: left_chain(trees[::-1])
-    if count > 3:
-        yield "in the canonical tree (order='tree')", canonical
-    if count > 9:
-        yield "by AddN (tf.add_n on CPU)", addn_blocks
-    if count > 10:
-        names = [f"x_{i}" for i in range(count)]
-        yield "by AddN, terms sorted by name (tf.function)", partial(addn_blocks, names=names)
-    for number, how, split in splits(count, ranks):
-        one_each, over = number == count, f"over {number} ranks{how}"
-        if not one_each or number > 9:
-            yield f"by psum {over}", partial(by_rank, split, number, left_chain)
-        if number > 3 and not one_each:
-            yield f"in a tree {over}", partial(by_rank, split, number, canonical)
-        if number > 2:
-            yield f"in a ring {over}", partial(by_rank, split, number, ring)
-            yield f"in a ring, leaf by leaf, {over}", partial(by_rank, split, number, partial(ring, packed=False))
-        if number > 3:
-            yield f"by HierarchicalCopyAllReduce {over}", partial(by_rank, split, number, hierarchical_copy)
 
 
 def splits(count: int, ranks: Sequence[int]) -> Iterator[tuple[int, str, Split]]:
@@ -80,6 +52,38 @@ def by_rank(split: Split, ranks: int, over: Order, trees: Sequence[Tree], factor
     """Adds each rank's contributions one after another; adds the sums, times ``factor``, in the order ``over``."""
     sums = [left_chain(part) for part in split(trees, ranks)]
     return over(sums if factor is None else [mapped(partial(np.multiply, factor), x) for x in sums])
+
+
+EXCHANGES: tuple[tuple[int, float, str, Order], ...] = (
+    (2, 10, "by psum", left_chain),
+    (4, math.inf, "in a tree", canonical),
+    (3, 3, "in a ring", ring),
+    (3, 3, "in a ring, leaf by leaf,", partial(ring, packed=False)),
+    (4, 4, "by HierarchicalCopyAllReduce", hierarchical_copy),
+)
+"""Orders of the sums of ranks: the least number of ranks that tells them from others, also if each rank has one
+contribution, and their names."""
+
+
+def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
+    """All known orders for ``count`` contributions over any of the numbers of replicas in ``ranks``, with their names.
+
+    Orders that coincide for few contributions are listed once.
+    """
+    names = [f"x_{i}" for i in range(count)]
+    for least, name, order in (
+        (1, "one after another", left_chain),
+        (3, "one after another, from the last to the first", lambda trees: left_chain(trees[::-1])),
+        (4, "in the canonical tree (order='tree')", canonical),
+        (10, "by AddN (tf.add_n on CPU)", addn_blocks),
+        (11, "by AddN, terms sorted by name (tf.function)", partial(addn_blocks, names=names)),
+    ):
+        if count >= least:
+            yield name, order
+    for number, how, split in splits(count, ranks):
+        for least, least_of_one_each, name, order in EXCHANGES:
+            if number >= (least_of_one_each if number == count else least):
+                yield f"{name} over {number} ranks{how}", partial(by_rank, split, number, order)
 
 
 ACCUMULATORS: tuple[type, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
