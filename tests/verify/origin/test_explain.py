@@ -31,33 +31,32 @@ WEIGHTS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 RANKS = (2, 3, 4, 6)
 
 
-def is_found_again(trees: Sequence[Any], weights: Any, every: int) -> None:
-    """Asserts that each candidate is among the matches of its result, and that all matches give that result."""
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    ("count", "sample"),
+    [
+        (2, 4),
+        pytest.param(6, 4, marks=pytest.mark.full),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 10_000), (5, 10_000), (6, 60))),
+    ],
+)
+def test_candidates_are_found_again(count: int, sample: int, weighted: bool) -> None:
+    """Each candidate is among the matches of its result, and all matches give that result.
+
+    For six trees, which have the most candidates, a sample of them.
+    """
+    trees = [tree | {"kernel": tree["kernel"][:7]} for tree in TREES[:count]]
+    weights = WEIGHTS[:count] if weighted else None
     tried = list(candidates(trees, weights, RANKS))
-    assert len({str(candidate) for candidate in tried}) == len(tried)
     results = {str(candidate): candidate.run() for candidate in tried}
-    for name in list(results)[:: max(1, len(results) // every)]:
+    assert len(results) == len(tried)
+    for name in list(results)[:: max(1, len(results) // sample)]:
         found = explain(trees, results[name], weights, ranks=RANKS)
         matches = [str(verdict.candidate) for verdict in found.matches]
         assert name in matches
         for other in filter(results.__contains__, matches):
             wanted = results[name]["kernel"]
             np.testing.assert_array_equal(results[other]["kernel"].astype(wanted.dtype), wanted)
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("count", [2, pytest.param(6, marks=pytest.mark.full)])
-def test_candidates_are_found_again(count: int, weighted: bool) -> None:
-    is_found_again(TREES[:count], WEIGHTS[:count] if weighted else None, every=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize(("count", "every"), [(2, 10_000), (5, 10_000), (6, 60)], ids=["2", "5", "6"])
-def test_every_candidate_is_found_again(count: int, every: int, weighted: bool) -> None:
-    """For six trees, which have the most candidates, a sample of them."""
-    trees = [{"kernel": tree["kernel"][:7], "bias": tree["bias"]} for tree in TREES[:count]]
-    is_found_again(trees, WEIGHTS[:count] if weighted else None, every)
 
 
 def test_few_candidates_give_the_same_result() -> None:
