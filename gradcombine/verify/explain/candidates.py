@@ -43,6 +43,11 @@ def round_robin(trees: Sequence[Tree], ranks: int) -> list[Sequence[Tree]]:
     return [trees[rank::ranks] for rank in range(ranks)]
 
 
+def from_the_last(trees: Sequence[Tree]) -> Tree:
+    """Adds one after another, from the last to the first."""
+    return left_chain(trees[::-1])
+
+
 def canonical(trees: Sequence[Tree]) -> Tree:
     """Adds in the canonical binary tree over the contributions' numbers."""
     return fold_pairwise(lambda a, b: left_chain([a, b]), trees)
@@ -61,8 +66,8 @@ EXCHANGES: tuple[tuple[int, float, str, Order], ...] = (
     (3, 3, "in a ring, leaf by leaf,", partial(ring, packed=False)),
     (4, 4, "by HierarchicalCopyAllReduce", hierarchical_copy),
 )
-"""Orders of the sums of ranks: the least number of ranks that tells them from others, also if each rank has one
-contribution, and their names."""
+"""Orders over ranks: the number of ranks from which an order differs from those above it, that number if each rank has
+one contribution, its name, and the function."""
 
 
 def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
@@ -73,7 +78,7 @@ def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
     names = [f"x_{i}" for i in range(count)]
     for least, name, order in (
         (1, "one after another", left_chain),
-        (3, "one after another, from the last to the first", lambda trees: left_chain(trees[::-1])),
+        (3, "one after another, from the last to the first", from_the_last),
         (4, "in the canonical tree (order='tree')", canonical),
         (10, "by AddN (tf.add_n on CPU)", addn_blocks),
         (11, "by AddN, terms sorted by name (tf.function)", partial(addn_blocks, names=names)),
