@@ -291,4 +291,3 @@ def _doubled(backend: Backend, over: Collective, window: AccumulateState | None)
         (total,) = over.all_sum([own])
         doubled = doubled + backend.cast(_count(backend, (own > 0) & (total > 1)) > 0, dtypes.INT32)
     return doubled > 0
-
