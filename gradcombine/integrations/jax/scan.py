@@ -17,7 +17,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples
-from gradcombine.integrations.jax.loss import Form, batch_positions, folded_key, replaced
+from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import align, finalized, is_aligned, mark_varying
 from gradcombine.places.time import whole_window
@@ -279,13 +279,12 @@ def scan_window(
     Returns:
       The combined parts of the contributions; the last carry; and the form of the loss.
     """
-    reductions: list[Reduction] = []
 
     def on_one(args: list[Tree], kwargs: dict[str, Tree], shared: Tree, local: Tree) -> tuple[Tree, Tree, Tree]:
         reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, args, kwargs)
-        reductions.append(reduction)
         require_none(state)
-        return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), (), carry
+        merged = gc.merge_replicas(reduction, state, over=objective.over, order=objective.order)
+        return (merged, form, Static(reduction)), (), carry
 
-    (state, form), _, carry = objective.on_replicas(on_one, args, kwargs)
-    return finalized(objective.over, reductions[0], state, objective.params(args)), carry, form
+    (state, form, reduction), _, carry = objective.on_replicas(on_one, args, kwargs)
+    return finalized(objective.over, reduction.value, state, objective.params(args)), carry, form

@@ -14,14 +14,13 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
-from gradcombine.errors import invalid, within
+from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_tree
 from gradcombine.integrations.jax.loss import batch_positions, folded_key
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, unbound, with_mesh_of
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.scan import scan_window
-from gradcombine.places.time import require_state
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.numbered import NumberedState
@@ -178,8 +177,6 @@ def microbatch(
 def holds_aux(window: AccumulateState) -> bool:
     """Whether a window accumulates the aux of a loss."""
     # After gradients, value and weight, there is at least one part for each reduction of the aux.
-    with within(".window"):
-        require_state(window)
     level = next(iter(window.levels), None)  # None for a step with microbatches
     parts = getattr(level.value if isinstance(level, NumberedState) else level, "parts", None)
     if not isinstance(parts, tuple):

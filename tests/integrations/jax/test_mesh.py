@@ -19,8 +19,6 @@ from tests.integrations.jax.replicas import collectives
 from tests.integrations.jax.replicas import mesh as one_axis
 from tests.spec.selection import FULL, cases
 
-pytestmark = pytest.mark.needs("jax")
-
 OVER = gc.jax_axis("data")
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((48, 8)).astype(np.float32)

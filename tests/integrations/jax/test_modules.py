@@ -20,7 +20,7 @@ from gradcombine.integrations.optax import accumulate
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.integrations.jax.replicas import mesh
 
-pytestmark = [pytest.mark.needs("jax", "optax", "flax", "equinox"), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 RNG = np.random.default_rng(0)
 X, MASK = RNG.normal(size=(16, 3)).astype(np.float32), (RNG.random(16) < 0.6).astype(np.float32)

@@ -13,8 +13,6 @@ from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import MultiSteps, accumulate, skip_large
 from tests.spec.selection import cases
 
-pytestmark = pytest.mark.needs("jax")
-
 NEGATE = optax.sgd(1.0)
 PARAMS: dict[str, Any] = {
     "float": 5.0,

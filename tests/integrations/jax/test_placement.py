@@ -16,8 +16,6 @@ from gradcombine.integrations.optax import MultiSteps, accumulate, skip_not_fini
 from tests.integrations.jax.replicas import mesh
 from tests.spec.selection import cases
 
-pytestmark = pytest.mark.needs("jax")
-
 ADAM = optax.adam(0.5)
 BATCH = np.ones((4, 8), np.float32)
 

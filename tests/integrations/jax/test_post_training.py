@@ -23,7 +23,7 @@ from gradcombine.integrations.jax import Loss, LossOutput, request_step, train_s
 from gradcombine.reductions import Ratio
 from tests.integrations.jax.replicas import mesh
 
-pytestmark = [pytest.mark.needs("jax", "optax"), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 ROWS, T, WIDTH, ACTIONS = 16, 9, 5, 3
 RNG = np.random.default_rng(0)

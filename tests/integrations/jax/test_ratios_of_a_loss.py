@@ -1,4 +1,4 @@
-"""A loss that returns a Ratio per term is equivalent to one that returns sums and counts, in every form."""
+"""A loss that returns a Ratio per term is equivalent to one that returns sums and counts; steps: test_post_training."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import losses, reductions
-from gradcombine.integrations.jax import (
-    Loss,
-    LossOutput,
-    grads_by_denominator,
-    request_step,
-    train_step,
-    value_and_grad,
-)
+from gradcombine.integrations.jax import Loss, LossOutput, grads_by_denominator, value_and_grad
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.reductions import Ratio
 from gradcombine.verify.compare.ulp import equal_bits
@@ -58,31 +50,6 @@ def test_ratios_are_sums_and_counts(form: Any, totals: Any) -> None:
     value = output.value if isinstance(output, LossOutput) else output
     assert equal_bits(grad, expected[1])
     assert all(equal_bits(value[term], expected[0].value[term]) for term in TERMS)
-
-
-def test_no_division_changes_a_step() -> None:
-    for step in (
-        train_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=4),
-        train_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=1),
-    ):
-        w, _, metrics = step(jnp.float32(2), step.init(jnp.float32(2)), X, MASK)
-        tokens, rows = MASK.sum(), MASK.any(1).sum()
-        per_row = (X * X * MASK).sum(1) / np.maximum(MASK.sum(1), 1)
-        gradient = 5 * np.float64((X * MASK).sum()) / tokens + per_row.sum() / rows
-        np.testing.assert_allclose(2 - w, gradient, rtol=1e-5)
-        assert float(metrics.weight["sequences"]) == rows and float(metrics.weight["tokens"]) == tokens
-
-
-def test_requests_take_several_denominators() -> None:
-    step = request_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=4)
-    state = step.init({"a": np.float32(2)})
-    for n in (2, 0, 3, 1):
-        state = step.forward_backward(state, X[2 * n : 2 * n + 2], MASK[2 * n : 2 * n + 2], slot="a", number=n)
-    state, metrics = step.optim_step(state, "a")
-    once = train_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=1)
-    w, _, expected = once(jnp.float32(2), once.init(jnp.float32(2)), X, MASK)
-    np.testing.assert_allclose(state["a"].params, w, rtol=1e-6)
-    assert float(metrics.weight["tokens"]) == float(expected.weight["tokens"])
 
 
 def test_gradients_by_denominator_of_ratios() -> None:

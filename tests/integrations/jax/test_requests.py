@@ -20,7 +20,7 @@ from gradcombine.integrations.jax import Loss, LossOutput, RequestStep, request_
 from tests.integrations.jax import request_histories as histories
 from tests.integrations.jax.replicas import collectives, mesh
 
-pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 RNG = np.random.default_rng(0)

@@ -16,8 +16,6 @@ from gradcombine.places.window import OVER
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
-pytestmark = pytest.mark.needs("jax")
-
 NEGATE = optax.sgd(1.0)
 X = np.random.default_rng(0).standard_normal((8, 2, 4)).astype(np.float32)
 """Eight microbatches of two examples."""

@@ -26,8 +26,6 @@ from tests.integrations.jax.replicas import (
 )
 from tests.spec.selection import cases
 
-pytestmark = pytest.mark.needs("jax")
-
 NEGATE = optax.sgd(1.0)
 
 MEANS = [token_mean(slice(0, 2)), token_mean(slice(2, 4))]

@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from gradcombine.integrations.jax import train_step
 from tests.spec.selection import cases
 
-pytestmark = pytest.mark.needs("jax")
-
 
 def loss(params: Any, x: Any) -> Any:
     """The gradient is the mean of x over examples."""

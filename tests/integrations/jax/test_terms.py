@@ -22,8 +22,6 @@ from gradcombine.verify.compare.ulp import equal_bits
 from tests.integrations.jax.replicas import collectives, mesh
 from tests.spec.selection import FULL, cases
 
-pytestmark = pytest.mark.needs("jax", "optax")
-
 TERMS = {"ce": "tokens", "z": "tokens", "preference": "sequences", "balance": "microbatches"}
 PARAMS = {"w": np.float32([2, -1, 3]), "b": np.float32(-2), "frozen": None}
 ROWS = 16

@@ -15,7 +15,7 @@ import gradcombine as gc
 from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from tests.integrations.jax.replicas import mesh
 
-pytestmark = [pytest.mark.needs("jax"), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 WORDS, WIDTH, EXPERTS = 11, 6, 4
 RNG = np.random.default_rng(7)

@@ -14,8 +14,6 @@ from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases, named
 
-pytestmark = pytest.mark.needs("jax")
-
 X = np.random.default_rng(0).standard_normal((10, 4)).astype(np.float32)
 W = {"w": jnp.ones(4), "frozen": None}
 

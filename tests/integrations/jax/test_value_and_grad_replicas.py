@@ -26,8 +26,6 @@ from tests.integrations.jax.replicas import (
 )
 from tests.spec.selection import cases
 
-pytestmark = pytest.mark.needs("jax")
-
 X = np.float32([[1, 5, 9, -4, 2], [3, -7, 2, 8, 0], [6, 4, 4, 2, 1], [-1, 3, 8, 16, 5]])
 TOKENS = np.float32([[1, 3, 2, 2, 1], [4, 0, 1, 3, 0], [2, 1, 4, 1, 1], [2, 3, 0, 0, 1]])
 """One row of five examples per replica: microbatches of two, two and one. 32 tokens make the mean exact."""

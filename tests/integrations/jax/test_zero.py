@@ -113,20 +113,6 @@ def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
     np.testing.assert_array_equal(run(np.ones((3, 6), np.float32), x), np.stack([x.sum((0, 1)) / 8] * 6, axis=1))
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: zero.scattered(reductions.mean("exact"), AXIS), "scattered: expected reductions.sum"),
-        (lambda: zero.scattered(reductions.max(), AXIS), "scattered: expected reductions.sum"),
-        (lambda: zero.scattered(reductions.mean(), gc.LOCAL), "scattered: expected a collective of gradcombine.jax"),
-        (lambda: zero.shard(np.ones(2), gc.LOCAL), "shard: expected a collective of gradcombine.jax_axis"),
-    ],
-)
-def test_what_cannot_be_scattered_is_refused(call: Callable[[], Any], match: str) -> None:
-    with pytest.raises(gc.GradCombineError, match=match):
-        call()
-
-
 def test_a_window_that_is_summed_already_is_not_merged_again() -> None:
     def program(x: Any, over: Any = AXIS) -> Any:
         reduction = zero.scattered(reductions.sum(), AXIS)
@@ -174,27 +160,33 @@ def test_a_step_of_shards_asks_for_an_optimizer_that_gathers(check_vma: bool, se
         jax.jit(jax.shard_map(body, mesh=mesh(), check_vma=check_vma, **specs))(jnp.ones(5), jnp.ones((4 * N, 5)))
 
 
+SCATTERED = zero.scattered(reductions.mean(), AXIS)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda r: value_and_grad(jnp.sum, 2, reduction=r, over=gc.jax_axis("b")), r"over=jax_axis\('d'\), whose"),
+        (lambda: zero.scattered(reductions.mean("exact"), AXIS), "scattered: expected reductions.sum"),
+        (lambda: zero.scattered(reductions.max(), AXIS), "scattered: expected reductions.sum"),
+        (lambda: zero.scattered(reductions.mean(), gc.LOCAL), "scattered: expected a collective of gradcombine.jax"),
+        (lambda: zero.shard(np.ones(2), gc.LOCAL), "shard: expected a collective of gradcombine.jax_axis"),
         (
-            lambda r: value_and_grad(lambda w, x: jnp.sum(x @ w), 2, reduction=r)(jnp.ones(2), jnp.ones((4, 2))),
+            lambda: by_vmap(lambda x: zero.gather({"w": x}, {"w": np.zeros(9, np.float32)}, AXIS), np.ones((N, 2))),
+            r"gather: leaf \['w'\]: expected a shard of shape \(3,\)",
+        ),
+        (
+            lambda: value_and_grad(jnp.sum, 2, reduction=SCATTERED, over=gc.jax_axis("b")),
+            r"over=jax_axis\('d'\), whose",
+        ),
+        (
+            lambda: value_and_grad(lambda w, x: jnp.sum(x @ w), 2, reduction=SCATTERED)(jnp.ones(2), jnp.ones((4, 2))),
             r"value_and_grad: expected a call inside jax\.shard_map over jax_axis\('d'\)",
         ),
     ],
 )
-def test_where_shards_have_no_place(call: Any, message: str) -> None:
+def test_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(gc.GradCombineError, match=message):
-        call(zero.scattered(reductions.mean(), AXIS))
-
-
-def test_a_shard_of_another_leaf_is_refused() -> None:
-    def program(x: Any) -> Any:
-        return zero.gather({"w": x}, {"w": np.zeros(9, np.float32)}, AXIS)
-
-    with pytest.raises(gc.GradCombineError, match=r"gather: leaf \['w'\]: expected a shard of shape \(3,\)"):
-        by_vmap(program, np.ones((N, 2), np.float32))
+        call()
 
 
 SIZES = [jax.ShapeDtypeStruct((40_000,), jnp.float32), jax.ShapeDtypeStruct((1000,), jnp.float32)]

@@ -15,8 +15,6 @@ import gradcombine as gc
 from gradcombine.integrations.optax import MultiSteps, accumulate, accumulate_and_apply
 from tests.spec.selection import FULL, cases, named
 
-pytestmark = pytest.mark.needs("jax")
-
 NEGATE = optax.sgd(1.0)
 
 

@@ -11,8 +11,6 @@ import pytest
 import gradcombine as gc
 from gradcombine.integrations.optax import accumulate, accumulate_and_apply, skip_large
 
-pytestmark = pytest.mark.needs("jax")
-
 SGD = optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.5, momentum=0.5))
 GRADS = [{"w": np.float32([x, 2 * x]), "frozen": None} for x in (1, 3, 1e4, 5, 7, 9)]
 WEIGHTS = [1, 3, 1, 2, 2, 4]

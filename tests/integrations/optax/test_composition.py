@@ -14,7 +14,7 @@ from optax import contrib
 import gradcombine as gc
 from gradcombine.integrations.optax import MultiSteps, accumulate, skip_not_finite
 
-pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 PARAMS = {"w": jnp.float32([1, -2]), "b": jnp.float32(3)}
 GRADS = [{"w": jnp.float32([i + 1, 2 * i]), "b": jnp.float32(i - 5)} for i in range(4)]

@@ -14,8 +14,6 @@ import gradcombine as gc
 from gradcombine.integrations.optax import accumulate, map_replicas, skip_not_finite
 from tests.integrations.jax.replicas import collectives, mesh
 
-pytestmark = pytest.mark.needs("jax")
-
 OVER = gc.jax_axis("data")
 TX = accumulate(optax.sgd(1.0), every=2, over=OVER, skip=skip_not_finite())
 

@@ -13,7 +13,7 @@ import gradcombine as gc
 from gradcombine.integrations.optax import MultiSteps, skip_large, skip_not_finite
 from tests.spec.selection import FULL, cases, named
 
-pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 NEGATE = optax.sgd(1.0)
 PARAMS = {"w": jnp.zeros(2)}

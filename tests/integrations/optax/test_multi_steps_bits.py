@@ -16,7 +16,7 @@ from gradcombine import foreign_orders
 from gradcombine.integrations.optax import MultiSteps
 from tests.spec.selection import FULL
 
-pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 SHAPES = {"a": (7, 3), "b": (1,), "c": ((), (65,))}
 STEPS = 7

@@ -28,8 +28,6 @@ from tests.integrations.jax.replicas import (
 )
 from tests.spec.selection import cases
 
-pytestmark = pytest.mark.needs("jax")
-
 NEGATE = optax.sgd(1.0)
 PARAMS = {"w": jnp.zeros(())}
 

@@ -16,8 +16,6 @@ from tests.integrations.jax.replicas import MODES as REPLICATED
 from tests.integrations.optax.test_accumulate import MODES, NEGATE, OPTAX_PROMOTES, PARAMS, SCAN, firsts, run, vectors
 from tests.spec.selection import cases, named
 
-pytestmark = pytest.mark.needs("jax")
-
 NAN, INF = np.nan, np.inf
 
 

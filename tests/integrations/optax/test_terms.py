@@ -17,8 +17,6 @@ from gradcombine.integrations.optax import accumulate, accumulate_and_apply, ski
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL
 
-pytestmark = pytest.mark.needs("jax", "optax")
-
 TERMS = {"ce": "tokens", "z": "tokens", "preference": "sequences"}
 PARAMS = {"w": jnp.float32([1, -2, 3, 0.5])}
 X = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
