@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from functools import cached_property
+from sys import intern
 from typing import NamedTuple
 
 import numpy as np
@@ -112,13 +113,13 @@ class Module:
         self.name = self._header.split(",")[0].removeprefix("HloModule ").strip()
         self._queues = '"operation_queue_id"' in text
         self._tables: dict[str, dict[int, str]] = {}
-        current, table, instructions, reader = "", "", dict[str, Instruction](), _Reader()
+        current, table, instructions, shapes = "", "", dict[str, Instruction](), dict[str, Shapes]()
         for match in re.finditer(r".+", text):  # not splitlines, which would copy the text
             line = re.sub(r"/\*.*?\*/", "", match[0]) if "/*" in match[0] else match[0]
             if current and line == "}":
                 current = ""
             elif current and " = " in line:
-                instruction = reader.instruction(line)
+                instruction = _instruction(line, shapes)
                 instructions[instruction.name] = instruction
                 if instruction.root:
                     self.roots[current] = instruction
@@ -240,35 +241,28 @@ def groups(attributes: str) -> list[Device]:
     return []
 
 
-class _Reader:
-    """Parses instructions, and shares equal names and shapes between them to save memory."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._shapes: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {}
-
-    def instruction(self, line: str) -> Instruction:
-        head, rest = line.strip().split(" = ", 1)
-        root, name = head.startswith("ROOT "), head.removeprefix("ROOT ").removeprefix("%")
-        shape, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
-        opcode, rest = rest.strip().split("(", 1)
-        inside, attributes = _balanced("(" + rest)
-        if shape not in self._shapes:
-            self._shapes[shape] = _shapes(shape)
-        if opcode in ("constant", "parameter"):  # others have operands in the parentheses, with or without shapes
-            operands = ()
-        else:
-            operands = tuple(self._name(operand) for operand in re.findall(r"%([\w.\-]+)", inside))
-            inside = "()"
-        return Instruction(
-            self._name(name), *self._shapes[shape], self._name(opcode), operands, inside[1:-1], attributes, root
-        )
-
-    def _name(self, name: str) -> str:
-        return self._names.setdefault(name, name)
+Shapes = tuple[tuple[Shape, ...], tuple[int, ...]]
+"""The arrays in a shape, in order, and the indices at which the elements of the outermost tuple begin."""
 
 
-def _shapes(text: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
+def _instruction(line: str, known: dict[str, Shapes]) -> Instruction:
+    """Parses an instruction; equal names, and the shapes in ``known``, are shared to save memory."""
+    head, rest = line.strip().split(" = ", 1)
+    root, name = head.startswith("ROOT "), head.removeprefix("ROOT ").removeprefix("%")
+    shape, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
+    opcode, rest = rest.strip().split("(", 1)
+    inside, attributes = _balanced("(" + rest)
+    if shape not in known:
+        known[shape] = _shapes(shape)
+    if opcode in ("constant", "parameter"):  # others have operands in the parentheses, with or without shapes
+        operands = ()
+    else:
+        operands = tuple(map(intern, re.findall(r"%([\w.\-]+)", inside)))
+        inside = "()"
+    return Instruction(intern(name), *known[shape], intern(opcode), operands, inside[1:-1], attributes, root)
+
+
+def _shapes(text: str) -> Shapes:
     shapes, starts, depth = list[Shape](), list[int](), 0
     for match in re.finditer(r"([()])|(\w+)\[([^\]]*)\](\{[^}]*\})?", text):
         if match[1] != ")" and depth == 1:

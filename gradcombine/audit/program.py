@@ -55,7 +55,7 @@ class Program(Module):
         number = int(parameter.inside)
         return self._shardings[number] if number < len(self._shardings) else ""
 
-    @property
+    @cached_property
     def unknown(self) -> Facts:
         """Facts that the program does not show."""
         if self.devices == 1 or "" not in map(self.sharding, self.parameters):

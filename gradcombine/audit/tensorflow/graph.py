@@ -80,7 +80,7 @@ class Graph(Inlined, Subject[Operation]):
         chosen = {exchange.x for exchange in (*busiest, *shared)}
         return [exchange for exchange in every if exchange.x in chosen]
 
-    @property
+    @cached_property
     def unknown(self) -> Facts:
         """Facts that the graph does not show."""
         counts = {

@@ -241,15 +241,12 @@ class Inlined:
     def _like(self, v: Value) -> Value:
         return self._value(v.shape)
 
-    def _functions(self, node: Any) -> dict[str, list[str]]:
-        """The names of the functions in an operation's attributes, by attribute, in the order of its definition."""
-        functions = dict[str, list[str]]()
-        for attribute in self._definition(node.op).attr if node.op not in self._library else ():
-            if attribute.type == "func":
-                functions[attribute.name] = [node.attr[attribute.name].func.name]
-            elif attribute.type == "list(func)":
-                functions[attribute.name] = [f.name for f in node.attr[attribute.name].list.func]
-        return functions
+    @staticmethod
+    def _functions(node: Any) -> dict[str, list[str]]:
+        """The names of the functions in an operation's attributes, by attribute."""
+        attributes = {name: (value.func, *value.list.func) for name, value in sorted(node.attr.items())}
+        named = {name: [f.name for f in functions if f.name] for name, functions in attributes.items()}
+        return {name: functions for name, functions in named.items() if functions}
 
     def _has_effects(self, name: str) -> bool:
         """Whether a function, or one that it calls, contains a collective or writes to a variable."""
