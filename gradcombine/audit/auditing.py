@@ -57,7 +57,7 @@ class Audit(NamedTuple):
     flops: dict[int, float] | None
 
     @property
-    def unknown(self) -> Facts:
+    def _unknown(self) -> Facts:
         """Facts that could not be determined from the program."""
         if self.memory is not None:
             return self.program.unknown
@@ -66,13 +66,13 @@ class Audit(NamedTuple):
     @property
     def judged(self) -> tuple[str, ...]:
         """Names of the defects that were checked for."""
-        return judged(self.unknown)
+        return judged(self._unknown)
 
     @property
     def unread(self) -> list[str]:
         """Descriptions of what could not be determined from the program."""
         parts = list[str]()
-        for fact, texts in self.unknown.items():
+        for fact, texts in self._unknown.items():
             names = [", ".join(name for name in RULES if name not in self.judged)] if fact == "compiled" else []
             parts += texts + names
         return parts
@@ -80,7 +80,7 @@ class Audit(NamedTuple):
     @property
     def undecided(self) -> list[str]:
         """Names of the defects that may be present in parts that could not be read."""
-        unknown = self.unknown.keys()
+        unknown = self._unknown.keys()
         return [name for name, rule in RULES.items() if "code" in unknown or rule.needs & unknown]
 
     @property

@@ -33,68 +33,66 @@ def pairs(a: dict[str, Any], b: dict[str, Any], rules: Rules | None = None) -> l
     return [tuple(pair)[:4] for pair in match(dump(a), dump(b), rules or Rules()).pairs]
 
 
-def test_equal_names_come_first() -> None:
-    a, b = {"x": KERNELS[0], "y": KERNELS[1]}, {"y": KERNELS[0], "x": KERNELS[1]}
-    assert pairs(a, b) == [("x", "x", None, "name"), ("y", "y", None, "name")]
+CONVOLUTION = RNG.normal(size=(3, 3, 2, 5)).astype(np.float32)
+MATCHED: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
+    "equal names, first": ({"x": KERNELS[0], "y": KERNELS[1]}, {"x": KERNELS[1], "y": KERNELS[0]}, None, "name"),
+    "names of flax and PyTorch": (
+        {"params/Dense_0/kernel": KERNELS[0], "params/Dense_1/kernel": KERNELS[1]},
+        {"model.dense.0.weight": KERNELS[2], "model.dense.1.weight": KERNELS[2]},
+        None,
+        "similar name",
+    ),
+    "a word that one dump lacks": (  # like the model name that Keras adds in each window of a trace
+        {f"gradients/{i}/['sequential/{name}/bias']": KERNELS[i] for i in range(3) for name in "ab"},
+        {f"gradients/{i}/{name}/bias": KERNELS[2 - i] for i in range(3) for name in "ab"},
+        None,
+        "similar name",
+    ),
+    "transposed": (
+        {"w": KERNELS[0], "v": KERNELS[1][:, :3]},
+        {"w": KERNELS[0].T, "v": KERNELS[1][:, :3].T},
+        (1, 0),
+        "name",
+    ),
+    "a convolution": ({"conv": CONVOLUTION}, {"conv": CONVOLUTION.transpose(3, 2, 0, 1)}, (2, 3, 1, 0), "name"),
+    "unique shapes": (
+        {"in": np.ones((3, 2)), "out": np.ones(2)},
+        {"q": np.zeros((3, 2)), "p": np.zeros(2)},
+        None,
+        "shape",
+    ),
+    "values": (  # renamed, transposed and slightly different
+        {f"a{i}": kernel for i, kernel in enumerate(KERNELS)},
+        {f"layer_{'xyz'[i]}": (KERNELS[i] * np.float32(1.001)).T for i in range(3)},
+        (1, 0),
+        "values",
+    ),
+    "zeros, in order": (
+        {f"left{i}": np.zeros(3) for i in range(3)},
+        {f"right{i}": np.zeros(3) for i in range(3)},
+        None,
+        "values",
+    ),
+    "many axes": ({"x": np.arange(64.0).reshape((2,) * 6)},) * 2 + (None, "name"),
+    # Even if the transposed kernel is slightly less different.
+    "unlike": ({"w": KERNELS[0]}, {"w": KERNELS[1]}, None, "name"),
+    "unlike, transposed": ({"w": KERNELS[0]}, {"w": KERNELS[1].T}, None, "name"),
+}
+"""Two dumps whose leaves correspond in order, the axes, and the reason."""
 
 
-def test_habits_of_frameworks_are_seen_through() -> None:
-    a = {"params/Dense_0/kernel": KERNELS[0], "params/Dense_1/kernel": KERNELS[1]}
-    b = {"model.dense.0.weight": KERNELS[2], "model.dense.1.weight": KERNELS[2]}
-    assert [pair[:2] for pair in pairs(a, b)] == list(zip(a, b, strict=True))
-
-
-def test_a_word_that_one_dump_lacks_is_seen_through() -> None:
-    """Anywhere in the names, like the model name that Keras adds in each window of a trace."""
-    leaves = [f"{name}/bias" for name in ("hidden", "logits")]
-    a = {f"gradients/{i}/['sequential/{name}']": KERNELS[i] for i in range(3) for name in leaves}
-    b = {f"gradients/{i}/{name}": KERNELS[2 - i] for i in range(3) for name in leaves}
-    assert [pair[:2] for pair in pairs(a, b)] == list(zip(a, b, strict=True))
-
-
-def test_transposed_kernels_are_found() -> None:
-    a, b = {"w": KERNELS[0], "v": KERNELS[1][:, :3]}, {"w": KERNELS[0].T, "v": KERNELS[1][:, :3].T}
-    assert pairs(a, b) == [("w", "w", (1, 0), "name"), ("v", "v", (1, 0), "name")]
-    assert diff(dump(a), dump(b)).passes
-
-
-def test_convolution_kernels_are_turned() -> None:
-    kernel = RNG.normal(size=(3, 3, 2, 5)).astype(np.float32)
-    found = pairs({"conv": kernel}, {"conv": kernel.transpose(3, 2, 0, 1)})
-    assert found == [("conv", "conv", (2, 3, 1, 0), "name")]
-
-
-def test_a_shape_that_is_there_once_tells() -> None:
-    a, b = {"in": np.ones((3, 2)), "out": np.ones(2)}, {"p": np.zeros(2), "q": np.zeros((3, 2))}
-    assert [pair[:2] + pair[3:] for pair in pairs(a, b)] == [("in", "q", "shape"), ("out", "p", "shape")]
-
-
-def test_values_tell_the_rest() -> None:
-    """Leaves that are shuffled, renamed, transposed and slightly different are matched by value."""
-    a = {f"a{i}": kernel for i, kernel in enumerate(KERNELS)}
-    b = {f"layer_{'xyz'[i]}": (KERNELS[i] * np.float32(1.001)).T for i in (2, 0, 1)}
-    assert pairs(a, b) == [(f"a{i}", f"layer_{'xyz'[i]}", (1, 0), "values") for i in range(3)]
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("name", MATCHED)
+def test_leaves_that_correspond(name: str, shuffled: bool) -> None:
+    a, b, axes, reason = MATCHED[name]
+    expected = [(x, y, axes, reason) for x, y in zip(a, b, strict=True)]
+    b = dict(reversed(b.items())) if shuffled and not name.startswith("zeros") else b
+    assert pairs(a, b) == expected
 
 
 def test_what_is_unlike_stays_alone() -> None:
     found = match(dump({"a": KERNELS[0], "b": KERNELS[1]}), dump({"c": KERNELS[2], "d": -KERNELS[0]}))
     assert (found.pairs, found.only_a, found.only_b) == ((), ("a", "b"), ("c", "d"))
-
-
-def test_zeros_pair_in_order() -> None:
-    a, b = ({f"{side}{i}": np.zeros(3) for i in range(3)} for side in ("left", "right"))
-    assert [pair[:2] for pair in pairs(dict(a), dict(b))] == [(f"left{i}", f"right{i}") for i in range(3)]
-
-
-def test_leaves_of_many_axes_meet_by_name() -> None:
-    a = {"x": np.arange(64.0).reshape((2,) * 6)}
-    assert pairs(a, a) == [("x", "x", None, "name")]
-
-
-@pytest.mark.parametrize("other", [KERNELS[1], KERNELS[1].T], ids=["at hand", "turned"])
-def test_unlike_kernels_are_not_taken_for_transposed(other: np.ndarray) -> None:
-    """Even if the transposed kernel is slightly less different."""
-    assert pairs({"w": KERNELS[0]}, {"w": other}) == [("w", "w", None, "name")]
 
 
 def test_a_square_kernel_that_is_turned_is_said(tmp_path: Path) -> None:
