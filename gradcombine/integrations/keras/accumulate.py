@@ -24,7 +24,7 @@ from gradcombine.errors import (
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.losses import UnweightedSizes
 from gradcombine.integrations.keras.settings import Parts, ReductionName, Weights, reduction_of
-from gradcombine.integrations.keras.wrapper import WindowWrapper
+from gradcombine.integrations.keras.wrapper import Wrapper
 from gradcombine.places.window import Window
 from gradcombine.types import Array, Leaf, Order, Precision, Scalar
 from gradcombine.wires import Wire
@@ -40,7 +40,7 @@ else:
 
 
 @keras.saving.register_keras_serializable("gradcombine")
-class Accumulate(WindowWrapper):
+class Accumulate(Wrapper):
     """Runs a Keras optimizer once per window, on gradients combined over the window's microbatches and the replicas.
 
     Use it like any other optimizer, in ``compile``, ``fit`` and custom training loops. A call adds one microbatch to
@@ -127,19 +127,9 @@ class Accumulate(WindowWrapper):
         self.wire: Wire | None = wire
         self.max_every = max_every
         self._combined, self._weights, self._unweighted = combined, Weights(), UnweightedSizes(self)
-        self._scaled_outside = False
         self.inner_optimizer = inner
         if type(self) is Accumulate and settings.scales_loss(inner):
             object.__setattr__(self, "__class__", ScaledAccumulate)
-
-    @operation("Accumulate")
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
-            if settings.scales_loss(self.inner_optimizer):
-                raise invalid("one LossScaleOptimizer, around this optimizer or inside", "both")
-            # A LossScaleOptimizer around this one assigns None, as it unscales the gradients.
-            self._scaled_outside = value is None
-        super().__setattr__(name, value)
 
     @operation("Accumulate")
     def build(self, variables: Sequence[Any]) -> None:

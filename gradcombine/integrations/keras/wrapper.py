@@ -1,5 +1,5 @@
 # pyright: standard
-"""Base classes of an optimizer around another one: delegation to the inner optimizer, saving of the window."""
+"""An optimizer around another one: delegation to the inner optimizer, and saving of the window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine.errors import invalid, operation, require_equal, require_given, require_items, shown
 from gradcombine.integrations.keras import window_variables as windows
-from gradcombine.integrations.keras.settings import unscaled
+from gradcombine.integrations.keras.settings import scales_loss, unscaled
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.types import Array, Leaf, Scalar
 
@@ -34,11 +34,21 @@ class Wrapper(_Optimizer):
     """Delegates methods, properties and settings to ``inner_optimizer``, which subclasses assign last.
 
     Settings (``weight_decay``, ``clipnorm``, ...) and methods that change them are those of the optimizer inside a
-    LossScaleOptimizer, which itself ignores them.
+    LossScaleOptimizer, which itself ignores them. The window is saved and loaded here, the inner optimizer by Keras.
+
+    Attributes:
+      _window: the window; None until the optimizer is built.
+      _unpickled: values of the optimizer that this one is a copy of, until it is built: the result of
+        `save_own_variables`, and the inner optimizer's variables. None for other optimizers.
+      _scaled_outside: whether there is a LossScaleOptimizer around this one.
 
     Args:
       name: name of the optimizer.
     """
+
+    _window: KerasWindow | None = None
+    _unpickled: tuple[dict[str, Any], list[np.ndarray]] | None = None
+    _scaled_outside = False
 
     def __init__(self, name: str | None) -> None:
         if not (name is None or (isinstance(name, str) and name.isprintable() and "/" not in name)):
@@ -90,9 +100,16 @@ class Wrapper(_Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
 
+    @operation("Accumulate")
     def __setattr__(self, name: str, value: object) -> None:
+        has_inner = "inner_optimizer" in vars(self)
+        if name == "loss_scale_factor" and has_inner:
+            if scales_loss(self.inner_optimizer):
+                raise invalid("one LossScaleOptimizer, around this optimizer or inside", "both")
+            # A LossScaleOptimizer around this one assigns None, as it unscales the gradients.
+            self._scaled_outside = value is None
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
+        if is_own or not has_inner or not hasattr(self, name):
             super().__setattr__(name, value)
         else:
             if name == "gradient_accumulation_steps" and value:
@@ -111,19 +128,6 @@ class Wrapper(_Optimizer):
         if several:
             raise invalid(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
         return self._settings
-
-
-class WindowWrapper(Wrapper):
-    """A `Wrapper` that saves and loads its window.
-
-    Attributes:
-      _window: the window; None until the optimizer is built.
-      _unpickled: values of the optimizer that this one is a copy of, until it is built: the result of
-        `save_own_variables`, and the inner optimizer's variables. None for other optimizers.
-    """
-
-    _window: KerasWindow | None = None
-    _unpickled: tuple[dict[str, Any], list[np.ndarray]] | None = None
 
     def __reduce__(self) -> Any:
         values = self._unpickled
