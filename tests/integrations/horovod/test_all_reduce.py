@@ -116,24 +116,6 @@ def test_factors(framework: str) -> None:
             np.testing.assert_array_equal(np.asarray(result[case]), expected, err_msg=case)
 
 
-class Counted:
-    """A collective of one rank that counts exchanges and keeps their dtypes."""
-
-    def __init__(self) -> None:
-        self.exchanges: list[list[str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(gc.LOCAL, name)
-
-    def all_sum(self, arrays: Any) -> Any:
-        self.exchanges.append([str(x.dtype) for x in arrays])
-        return list(arrays)
-
-    def all_gather(self, arrays: Any) -> Any:
-        self.exchanges.append([str(x.dtype) for x in arrays])
-        return [x[None] for x in arrays]
-
-
 @pytest.mark.parametrize("op", ["average", "sum", "product", "adasum"])
 def test_compressed_gradients(op: Any) -> None:
     """2049 needs twelve bits; float16 has eleven. Integers are not compressed."""

@@ -12,6 +12,7 @@ import pytest
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
 from tests.integrations.keras.cases import Batches, Plain, bits, linear, warned_of
+from tests.spec.selection import named
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(-4, 5, (16, 2)).astype(np.float32), RNG.integers(-4, 5, (16, 1)).astype(np.float32)
@@ -91,23 +92,18 @@ def test_flush_needs_an_accumulating_optimizer() -> None:
         trained(sgd(), batches(4), callbacks=[FlushAtEpochEnd()])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: Accumulate(keras.optimizers.Adam(0.1, use_ema=True), 3), id="ema", marks=pytest.mark.full),
-        pytest.param(
-            lambda: Accumulate(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), 3, order="tree"),
-            id="scale inside",
-        ),
-        pytest.param(
-            lambda: keras.optimizers.LossScaleOptimizer(
-                Accumulate(keras.optimizers.Adam(0.1), 3, precision="compensated")
-            ),
-            id="scale outside",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
+def adam(**settings: Any) -> Any:
+    return keras.optimizers.Adam(0.1, **settings)
+
+
+MAKE = {
+    "ema": lambda: Accumulate(adam(use_ema=True), 3),
+    "scale inside": lambda: Accumulate(keras.optimizers.LossScaleOptimizer(adam()), 3, order="tree"),
+    "scale outside": lambda: keras.optimizers.LossScaleOptimizer(Accumulate(adam(), 3, precision="compensated")),
+}
+
+
+@pytest.mark.parametrize("make", named(("scale inside",), MAKE))
 def test_a_file_resumes_in_the_middle_of_a_window(make: Any, tmp_path: Path) -> None:
     model = linear(make())
     model.fit(batches(4, 4), shuffle=False, verbose=0)

@@ -14,7 +14,7 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.tensorflow.strategies import RUNS, mirrored, replace, scope
-from tests.spec.selection import cases, named
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("tensorflow")
 
@@ -103,7 +103,7 @@ def test_a_restored_window_is_applied_as_a_whole(
     assert values(variables) == ([3, 6, 1] if ends == "flush" else [2, 3, 1])
 
 
-@pytest.mark.parametrize("run", named(("compiled",), {name: name for name in RUNS}))
+@pytest.mark.parametrize("run", cases([("compiled",)], RUNS))
 def test_zeros_are_a_gradient_in_a_restored_window_and_in_later_ones(run: str, tmp_path: Path) -> None:
     """Weight decay and Adam's moments treat them as Keras does, where a gradient of None skips the variable."""
     before, _ = made(keras.optimizers.AdamW(0.5, weight_decay=0.5), 0.0)
@@ -119,7 +119,7 @@ def test_zeros_are_a_gradient_in_a_restored_window_and_in_later_ones(run: str, t
     assert values(expected)[1:] == [0.5625, 1]
 
 
-@pytest.mark.parametrize("run", named(("function",), {name: name for name in RUNS}))
+@pytest.mark.parametrize("run", cases([("function",)], RUNS))
 def test_a_gradient_of_an_earlier_window_is_not_forgotten(run: str, tmp_path: Path) -> None:
     """Its momentum continues after a restart as without one."""
     results = []
@@ -254,7 +254,7 @@ def test_an_empty_accumulator_is_in_no_norm_of_all_gradients(tmp_path: Path) -> 
     assert values(variables) == [1 - 3, 1 - 4, 1]
 
 
-@pytest.mark.parametrize("run", named(("eager", "function"), {name: name for name in RUNS}))
+@pytest.mark.parametrize("run", cases([("eager",), ("function",)], RUNS))
 def test_a_call_without_any_gradient_ends_a_restored_window(run: str, tmp_path: Path) -> None:
     before, _ = made(replace, 2.0)
     before(ONE)
