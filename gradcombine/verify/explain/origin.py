@@ -143,15 +143,18 @@ def explain(
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
     expected = "numbers of replicas, 1 or more"
     ranks = [require_integer(expected, x) for x in require_items(expected, ranks)]
-    measured: list[tuple[Candidate, list[_Leaf]]] = []
-    known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
+    tried: list[Candidate] = []
+    measured: list[list[tuple[int, int]]] = []
     with np.errstate(all="ignore"):
-        for tried, candidate in enumerate(known):
-            progress(tried, str(candidate))
-            measured.append((candidate, _measured(candidate, leaves)))
-    informs = [any(each[i].equal < x.size for _, each in measured) for i, x in enumerate(leaves)]
+        for candidate in chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks)):
+            progress(len(tried), str(candidate))
+            measured.append(_measured(candidate, leaves))
+            tried.append(candidate)
+    equal, ulps = np.moveaxis(np.array(measured, np.uint64), -1, 0)  # by candidate and leaf
+    informs = (equal < np.array([x.size for x in leaves], np.uint64)).any(axis=0)
     elements = sum(x.size for x in compress(leaves, informs))
-    verdicts = [_verdict(candidate, [*compress(each, informs)], elements) for candidate, each in measured]
+    rows = zip(tried, equal[:, informs].sum(axis=1), ulps[:, informs].max(axis=1, initial=0), strict=True)
+    verdicts = [Verdict(one, int(n) == elements, int(n) / max(elements, 1), int(ulp)) for one, n, ulp in rows]
     verdicts.sort(key=lambda verdict: (not verdict.equal, -verdict.share, verdict.max_ulp))
     uninformative = tuple(path for (path, _), x in zip(named, informs, strict=True) if not x)
     return Explanation(tuple(verdicts), elements, uninformative)
@@ -185,33 +188,21 @@ def _has_elements(leaf: Array) -> bool:
     return leaf is not None and np.size(leaf) > 0
 
 
-class _Leaf(NamedTuple):
-    """The number of elements of a leaf that a candidate reproduces, and its largest distance."""
-
-    equal: int
-    max_ulp: int
-
-
-def _measured(candidate: Candidate, leaves: Sequence[np.ndarray]) -> list[_Leaf]:
+def _measured(candidate: Candidate, leaves: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """The number of elements of each leaf that a candidate reproduces, and its largest distance in ulp."""
     results = [tree.flatten(run())[0] for run in (candidate.run, *candidate.others)]
-    rows = [columns for columns in zip(*results, strict=True) if _has_elements(columns[0])]
+    columns = [column for column in zip(*results, strict=True) if _has_elements(column[0])]
     values = [
-        np.stack(columns).reshape(len(results), -1).astype(leaf.dtype)
-        for columns, leaf in zip(rows, leaves, strict=True)
+        np.stack(column).reshape(len(results), -1).astype(leaf.dtype)
+        for column, leaf in zip(columns, leaves, strict=True)
     ]
     # Signs of zeros have to agree, though they are at distance 0; NaN payloads do not.
     same = [
         ((value == leaf) & (np.signbit(value) == np.signbit(leaf))) | (np.isnan(value) & np.isnan(leaf))
         for value, leaf in zip(values, leaves, strict=True)
     ]
-    measured: list[_Leaf] = []
+    measured: list[tuple[int, int]] = []
     for value, equal, order, leaf in zip(values, same, chunked(same), leaves, strict=True):
         chosen = order, np.arange(leaf.size)
-        measured.append(_Leaf(int(equal[chosen].sum()), int(ulp_distance(value[chosen], leaf).max())))
+        measured.append((int(equal[chosen].sum()), int(ulp_distance(value[chosen], leaf).max())))
     return measured
-
-
-def _verdict(candidate: Candidate, leaves: Sequence[_Leaf], elements: int) -> Verdict:
-    equal = sum(leaf.equal for leaf in leaves)
-    worst = max((leaf.max_ulp for leaf in leaves), default=0)
-    return Verdict(candidate, equal == elements, equal / max(elements, 1), worst)

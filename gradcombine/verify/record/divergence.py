@@ -142,8 +142,9 @@ def _in_step(step: int, a: Dump, b: Dump, allowed: Mapping[str, Allowed], rules:
         report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
         failed = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
         if failed or not report.passes:
-            unmatched, row = (*report.only_a, *report.only_b), failed[0] if failed else None
-            yield Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
+            unmatched = (*report.only_a, *report.only_b)
+            missing = tuple(unrecorded), unmatched, report.left_out, report.mixed_up
+            yield Divergence(step, stage, next(iter(failed), None), CAUSES[stage], *missing)
             return
         unrecorded = []
 
