@@ -158,6 +158,8 @@ def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -
     mesh, seen = jax.make_mesh((N,), ("data",), (AxisType.Auto,)), Loss(loss, rng_argnum=2)
     (row,) = planned([name], loss=seen, batch=batch, mesh=mesh).rows
     assert row.compiled is not None, row.refused
+    # The library derives a key per replica; where replicas are mapped by the code, the code does.
+    assert ("fold_in(" in row.code) == (name in ("zero2", "flush+zero2", "accumulate"))
     got = run(row.code, seen, window.reshape(-1, WIDTH), mesh, jax.random.key(0))
     mean = (window.mean(2) * weights[..., None]).sum((0, 1)) / weights.sum()
     np.testing.assert_array_equal(got["w"][:, 0], -0.5 * mean)
