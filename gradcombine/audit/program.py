@@ -222,10 +222,15 @@ class Program(Module):
     def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
         """Yields for each operation its computation and loops, and its bytes moved and flops by bit width, per call."""
         for name, x, loops in self.executed():
-            flops, count = dict[int, float](), times(loops)
-            for _, _, operations, width in self.products(name, x):
-                flops[width] = flops.get(width, 0.0) + count * operations
-            yield name, loops, count * self.traffic(name, x), flops
+            count, flops = times(loops), self.flops(name, x)
+            yield name, loops, count * self.traffic(name, x), {width: count * n for width, n in flops.items()}
+
+    def flops(self, name: str, x: Instruction) -> dict[int, float]:
+        """Floating-point operations of the products in one execution of an operation, by bit width."""
+        flops = dict[int, float]()
+        for _, _, count, width in self.products(name, x):
+            flops[width] = flops.get(width, 0.0) + count
+        return flops
 
     def traffic(self, name: str, x: Instruction) -> int:
         """Bytes of main memory that one execution of an operation reads and writes, at least."""

@@ -214,11 +214,10 @@ def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Seq
     if figures is None:
         unknown = Bound(None, f"no rates are published for {target.name}")
         return dict.fromkeys(("compute", "memory", "exchange"), unknown)
-    return {
-        "compute": _compute(flops, figures),
-        "memory": _memory(moved, figures),
-        "exchange": _exchange(exchanges, target.per_host, figures),
-    }
+    seconds = moved / figures.bandwidth
+    memory = Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
+    exchange = _exchange(exchanges, target.per_host, figures)
+    return {"compute": _compute(flops, figures), "memory": memory, "exchange": exchange}
 
 
 def _compute(flops: dict[int, float], figures: Published) -> Bound:
@@ -229,11 +228,6 @@ def _compute(flops: dict[int, float], figures: Published) -> Bound:
     words = " + ".join(f"{count:.3g} of {width} bits / {rate:.4g}/s" for count, width, rate in parts) or "no products"
     seconds = sum(count / rate for count, _, rate in parts)
     return Bound(seconds, f"{words} = {seconds:.3g} s")
-
-
-def _memory(moved: float, figures: Published) -> Bound:
-    seconds = moved / figures.bandwidth
-    return Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
 
 
 def _exchange(exchanges: Sequence[Exchange[X]], per_host: int, figures: Published) -> Bound:

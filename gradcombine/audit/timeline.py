@@ -77,9 +77,7 @@ def _steps(report: Audit, program: Program) -> Iterator[_Step]:
     figures = report.target.figures
     numbers = {(x.computation, x.x.name): i for i, x in enumerate(program.exchanges, 1)}
     for name, x, loops in program.executed():
-        number, moved, flops = numbers.get((name, x.name), 0), program.traffic(name, x), dict[int, float]()
-        for _, _, count, width in program.products(name, x):
-            flops[width] = flops.get(width, 0.0) + count
+        number, moved, flops = numbers.get((name, x.name), 0), program.traffic(name, x), program.flops(name, x)
         if not (number or moved or flops):
             continue
         exchanges = [program.exchanges[number - 1]._replace(loops=())] if number else []

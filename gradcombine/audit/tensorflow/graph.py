@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from gradcombine.audit.subject import COPIED, FEW_SCALARS, Exchange, Facts, Loop, Shape, Subject, times, walk
-from gradcombine.audit.tensorflow.constants import trip_count
 from gradcombine.audit.tensorflow.inlined import Inlined
 from gradcombine.audit.tensorflow.values import (
     CHOSEN,
@@ -58,11 +56,6 @@ class Graph(Inlined, Subject[Operation]):
     """Queries of rules and reports for a graph; arguments as for `Inlined`."""
 
     noun, merges_sums = "variables", True
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        for loop in reversed(self.graph_loops):  # innermost first
-            loop.trips = trip_count(loop)
 
     @cached_property
     def devices(self) -> int:

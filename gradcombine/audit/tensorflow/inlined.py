@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradcombine.audit.subject import Frame, Shape, own_line
-from gradcombine.audit.tensorflow.constants import constant
+from gradcombine.audit.tensorflow.constants import constant, trip_count
 from gradcombine.audit.tensorflow.values import (
     CHOSEN,
     COLLECTIVES,
@@ -88,6 +88,8 @@ class Inlined:
             self.escaping.update(x for x in values if not x.users)
         else:
             self.escaping.update(map(find, results))
+        for loop in reversed(self.graph_loops):  # innermost first
+            loop.trips = trip_count(loop)
 
     def source(self, x: Operation) -> str:
         """The user's source line of an operation."""
