@@ -145,27 +145,19 @@ def checked(
     if terms is not None:
         require_right(standard, terms)
     reference_floats, source = _reference(standard, reference)
-    faults: list[Fault] = []
+    faults: dict[Cause, Fault] = {}
     runs: list[StepRun] = []
     hidden: list[bool] = []
 
-    def add(cause: Cause, run: str, detail: str = "", line: str = "") -> None:
-        if cause not in [fault.cause for fault in faults]:
-            faults.append(Fault(cause, run, detail, line=line))
+    def add(run: str, cause: Cause, detail: str = "", line: str = "") -> None:
+        faults.setdefault(cause, Fault(cause, run, detail, line))
 
     def measure(name: str, result: Result, one: Result, reference: Floats | None) -> StepRun:
         shares = standard.shares(result.floats, one.floats, wide=False)
         accuracy, noises = (None, None) if reference is None else standard.accuracy(result, reference)
-        run = StepRun(
-            name,
-            float(shares.max()),
-            None if accuracy is None else float(accuracy.max()),
-            None if noises is None else float(noises.max()),
-            subject.names[int(shares.argmax())],
-            dict(zip(subject.names, map(float, shares), strict=True)),
-        )
-        runs.append(run)
-        return run
+        worst, by_leaf = subject.names[int(shares.argmax())], dict(zip(subject.names, map(float, shares), strict=True))
+        runs.append(StepRun(name, float(shares.max()), accuracy, noises, worst, by_leaf))
+        return runs[-1]
 
     def distance(name: str, split: Split, batch: Tree, result: Result, reverse: bool = False) -> float:
         """Records a run; returns its distance from one batch over the bound, in float64 for narrow dtypes."""
@@ -192,34 +184,34 @@ def checked(
         try:
             result, repeated = subject.run(split, batch), subject.run(split, batch)
         except NotFiniteError as error:
-            add(Cause.NOT_FINITE, str(split), f"in leaf {error.path}")
+            add(str(split), Cause.NOT_FINITE, f"in leaf {error.path}")
             continue
         if _differs(result, repeated):
-            add(Cause.STATE, str(split))
+            add(str(split), Cause.STATE)
             continue
         if split != ONE_BATCH and distance(str(split), split, batch, result) > 1:
-            cause, detail, line = explain(standard, case_of(standard, split, result, terms))
-            add(cause, str(split), detail, line)
+            add(str(split), *explain(standard, case_of(standard, split, result, terms)))
             continue
         if pad is not None:
             rows = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
             name, padded = f"{split} with {rows} rows of padding", pad(batch, rows)
             result = subject.run(split, padded)._replace(integers=standard.native.integers)
             if (share := distance(name, split, padded, result)) > 1:
-                add(Cause.PLACEHOLDERS, name, f"{share:.3g} times the rounding bound")
+                add(name, Cause.PLACEHOLDERS, f"{share:.3g} times the rounding bound")
     unclear = ""
     if not faults and subject.returns_params and (answer := hidden_cause(standard, splits[-1], terms)) is not None:
         if answer[0] is Cause.UNEXPLAINED:
             unclear = answer[1]
         else:
-            add(answer[0], str(splits[-1]), *answer[1:])
+            add(str(splits[-1]), *answer)
     constants_may_differ = reference is None and not standard.is_retyped(ONE_BATCH, batch)
     if one_run.accuracy is not None and 1 < one_run.accuracy <= MAX_FROM_CONSTANTS and constants_may_differ:
         unclear = f"accuracy: {one_run.noises:.3g} times the noise from a float64 run whose constants may differ"
     elif one_run.accuracy is not None and one_run.accuracy > 1:
         inaccurate = Fault(Cause.INACCURATE, one_run.name, f"{one_run.noises:.3g} times its noise")
         any_accurate = any(run.accuracy is not None and run.accuracy <= 1 for run in runs)
-        faults = [inaccurate, *faults] if any_accurate else [*faults, inaccurate]
+        of_one = {Cause.INACCURATE: inaccurate}
+        faults = of_one | faults if any_accurate else faults | of_one
     progress(parts[-1], len(parts) - 1, len(parts))
     if not faults and subject.reverse:
         split, in_reverse = splits[-1], standard.reversed_batch
@@ -227,7 +219,7 @@ def checked(
         if distance(name, split, in_reverse, result, reverse=True) > 1:
             reversed_standard = Standard(subject.on(in_reverse), unit)
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
-            add(cause, name, detail)
+            add(name, cause, detail)
     if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction(standard.native.floats)
@@ -245,7 +237,7 @@ def checked(
     if reference_floats is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")
     not_asked = ("padding, which needs the argument pad",) if pad is None else ()
-    return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked), not_asked)
+    return StepReport(tuple(faults.values()), tuple(runs), source, tuple(not_checked), not_asked)
 
 
 MAX_FROM_CONSTANTS = 2.0**12

@@ -147,14 +147,12 @@ class Measured:
         allowed = float(np.sqrt(sizes @ (2 * self._allowed) ** 2))
         return over(allowed, float(np.linalg.norm(flat(floats))))
 
-    def accuracy(self, result: Result, reference: Floats) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the distance of each leaf from a reference, divided by the bound, and divided by the noise."""
+    def accuracy(self, result: Result, reference: Floats) -> tuple[float, float]:
+        """Returns the largest distance of a leaf from a reference, divided by the bound, and divided by the noise."""
         far = [rms(x - y) for x, y in zip(result.floats, reference, strict=True)]
         if np.any(np.array(far) > self._accurate):
             self.noise, self._accurate = self._with_zeros
-        of_bound, noises = (
-            np.array([over(*x) for x in zip(far, y, strict=True)]) for y in (self._accurate, self.noise)
-        )
+        of_bound, noises = (max(map(over, far, y.tolist())) for y in (self._accurate, self.noise))
         return of_bound, noises
 
     def run(self, split: Split, batch: Tree, wide: bool) -> Result:

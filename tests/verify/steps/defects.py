@@ -50,51 +50,40 @@ def mean(sums: Sums, p: Any, batch: Any) -> list[Any]:
     return over(*sums(p, batch))
 
 
+def combining(combine: Callable[[list[Any]], list[Any]]) -> Any:
+    """A factory of steps that combine the (gradients, tokens) of the microbatches."""
+    return lambda sums, k: lambda p, batch: combine([sums(p, part) for part in pieces(batch, k)])
+
+
 # --- right ----------------------------------------------------------------------------------------------------------
 
 
-def right(sums: Sums, k: int) -> Any:
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        return over(added([g for g, _ in made]), sum(w for _, w in made))
-
-    return step
+def total(made: list[Any]) -> list[Any]:
+    return over(added([g for g, _ in made]), sum(w for _, w in made))
 
 
-def backwards(sums: Sums, k: int) -> Any:
-    """Adds the microbatches in reverse order."""
-
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in reversed(pieces(batch, k))]
-        return over(added([g for g, _ in made]), sum(w for _, w in made))
-
-    return step
+def in_pairs(made: list[Any]) -> Any:
+    if len(made) == 1:
+        return made[0]
+    (a, v), (b, w) = in_pairs(made[: len(made) // 2]), in_pairs(made[len(made) // 2 :])
+    return added([a, b]), v + w
 
 
-def in_a_tree(sums: Sums, k: int) -> Any:
-    def combine(made: list[Any]) -> Any:
-        if len(made) == 1:
-            return made[0]
-        (a, v), (b, w) = combine(made[: len(made) // 2]), combine(made[len(made) // 2 :])
-        return added([a, b]), v + w
-
-    return lambda p, batch: over(*combine([sums(p, part) for part in pieces(batch, k)]))
+def weighted(made: list[Any]) -> list[Any]:
+    tokens = sum(w for _, w in made)
+    return added([[x * as_dtype(w / tokens, x) for x in over(g, w)] for g, w in made])
 
 
-def weighted_means(sums: Sums, k: int) -> Any:
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        total = sum(w for _, w in made)
-        return added([[x * as_dtype(w / total, x) for x in over(g, w)] for g, w in made])
-
-    return step
+right = combining(total)
+backwards = combining(lambda made: total(made[::-1]))
+in_a_tree = combining(lambda made: over(*in_pairs(made)))
+weighted_means = combining(weighted)
 
 
 # --- wrong ----------------------------------------------------------------------------------------------------------
 
 
-def mean_of_means(sums: Sums, k: int) -> Any:
-    return lambda p, batch: over(added([mean(sums, p, part) for part in pieces(batch, k)]), len(pieces(batch, k)))
+mean_of_means = combining(lambda made: over(added([over(*x) for x in made]), len(made)))
 
 
 def sum_of_means(sums: Sums, k: int) -> Any:
@@ -103,26 +92,17 @@ def sum_of_means(sums: Sums, k: int) -> Any:
 
 
 def drops_the_rest(sums: Sums, k: int) -> Any:
-    def step(p: Any, batch: Any) -> Any:
-        size = length(batch) // k
-        return right(sums, k)(p, rows(batch, 0, size * k))
-
-    return step
+    return lambda p, batch: right(sums, k)(p, rows(batch, 0, length(batch) // k * k))
 
 
-def drops_the_last(sums: Sums, k: int) -> Any:
-    """Loop with an off-by-one error: omits the last microbatch but divides by all tokens."""
-
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        return over(added([g for g, _ in made[: max(1, k - 1)]]), sum(w for _, w in made))
-
-    return step
+drops_the_last = combining(
+    lambda made: over(added([g for g, _ in made[: max(1, len(made) - 1)]]), sum(w for _, w in made))
+)
+"""Loop with an off-by-one error: omits the last microbatch but divides by all tokens."""
 
 
-def only_the_last(sums: Sums, k: int) -> Any:
-    """Overwrites the gradient instead of accumulating it."""
-    return lambda p, batch: mean(sums, p, pieces(batch, k)[-1])
+only_the_last = combining(lambda made: over(*made[-1]))
+"""Overwrites the gradient instead of accumulating it."""
 
 
 def doubles(sums: Sums, k: int) -> Any:
@@ -130,8 +110,7 @@ def doubles(sums: Sums, k: int) -> Any:
 
     def step(p: Any, batch: Any) -> Any:
         n, size = length(batch), length(batch) // k
-        made = [sums(p, rows(batch, max(0, i - (k > 1)), i + size)) for i in range(0, n, size)]
-        return over(added([g for g, _ in made]), sum(w for _, w in made))
+        return total([sums(p, rows(batch, max(0, i - (k > 1)), i + size)) for i in range(0, n, size)])
 
     return step
 
@@ -145,20 +124,24 @@ def clips_each(sums: Sums, k: int, norm: float = 0.05) -> Any:
     return lambda p, batch: over(added([clipped(mean(sums, p, part)) for part in pieces(batch, k)]), k)
 
 
-def decays_each(sums: Sums, k: int, rate: float = 1e-3) -> Any:
-    """Adds the weight decay at each microbatch."""
-    return lambda p, batch: [g + x * as_dtype(rate * k, x) for g, x in zip(right(sums, k)(p, batch), p, strict=True)]
-
-
-def scheduled_each(sums: Sums, k: int) -> Any:
-    """Halves the learning rate at each microbatch instead of once per window."""
+def decays_each(sums: Sums, k: int, rate: float = 1e-3, of: Callable[[Any], Any] = lambda p: p) -> Any:
+    """Adds ``rate * of(params)`` to the gradient at each microbatch but the first."""
 
     def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        total = sum(w for _, w in made)
-        return over(added([[x * as_dtype(0.5**i, x) for x in g] for i, (g, _) in enumerate(made)]), total)
+        grads = right(sums, k)(p, batch)
+        return [g + of(x).astype(g.dtype) * as_dtype(rate * (k - 1), g) for g, x in zip(grads, p, strict=True)]
 
     return step
+
+
+def scheduled_each(sums: Sums, k: int, factor: float = 0.5) -> Any:
+    """Multiplies the learning rate by a factor at each microbatch instead of once per window."""
+
+    def combine(made: list[Any]) -> list[Any]:
+        scaled = [[x * as_dtype(factor**i, x) for x in g] for i, (g, _) in enumerate(made)]
+        return over(added(scaled), sum(w for _, w in made))
+
+    return combining(combine)(sums, k)
 
 
 def updates_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
@@ -172,28 +155,31 @@ def updates_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
     return step
 
 
-def narrow(sums: Sums, k: int, dtype: Any = np.float16) -> Any:
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        total = added([[x.astype(dtype) for x in g] for g, _ in made])
-        return over([x.astype(y.dtype) for x, y in zip(total, p, strict=True)], sum(w for _, w in made))
+def in_order(sums: list[Any], dtype: Any) -> list[Any]:
+    return added([[x.astype(dtype) for x in g] for g in sums])
 
-    return step
+
+def narrow(sums: Sums, k: int, dtype: Any = np.float16, add: Callable[[Any, Any], Any] = in_order) -> Any:
+    """Adds the microbatches in a narrow dtype."""
+
+    def combine(made: list[Any]) -> list[Any]:
+        summed = add([g for g, _ in made], dtype)
+        return over([x.astype(np.float32) for x in summed], sum(w for _, w in made))
+
+    return combining(combine)(sums, k) if k > 1 else right(sums, 1)
 
 
 def overwrites_rows(sums: Sums, k: int) -> Any:
     """Sets the rows of the embedding gradient instead of adding to them."""
 
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        total = added([g for g, _ in made])
-        rows_of = np.asarray(made[0][0][0])
+    def combine(made: list[Any]) -> list[Any]:
+        summed, rows_of = added([g for g, _ in made]), np.asarray(made[0][0][0])
         for g, _ in made[1:]:
             new = np.asarray(g[0])
             rows_of = np.where(np.any(new != 0, axis=1, keepdims=True), new, rows_of)
-        return over([rows_of.astype(total[0].dtype), *total[1:]], sum(w for _, w in made))
+        return over([rows_of.astype(summed[0].dtype), *summed[1:]], sum(w for _, w in made))
 
-    return step
+    return combining(combine)(sums, k)
 
 
 def pads_with_zeros(sums: Sums, k: int) -> Any:
@@ -202,21 +188,15 @@ def pads_with_zeros(sums: Sums, k: int) -> Any:
     def step(p: Any, batch: Any) -> Any:
         more = -length(batch) % k
         filled = {name: np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
-        made = [sums(p, part) for part in pieces(filled, k)]
         factor = length(batch) / (length(batch) + more)
-        return [x * as_dtype(factor, x) for x in over(added([g for g, _ in made]), sum(w for _, w in made))]
+        return [x * as_dtype(factor, x) for x in right(sums, k)(p, filled)]
 
     return step
 
 
 def trains_on_padding(sums: Sums, k: int) -> Any:
     """Ignores the padding mask, except with a single batch."""
-
-    def step(p: Any, batch: Any) -> Any:
-        used = batch if k == 1 else batch | {"mask": np.ones_like(batch["mask"])}
-        return right(sums, k)(p, used)
-
-    return step
+    return lambda p, batch: right(sums, k)(p, batch if k == 1 else batch | {"mask": np.ones_like(batch["mask"])})
 
 
 class Stateful:

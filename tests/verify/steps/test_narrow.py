@@ -22,17 +22,13 @@ def cast(grads: Floats, dtype: np.dtype) -> Floats:
     return [x.astype(dtype) for x in grads]
 
 
-def in_order(sums: list[Floats], dtype: np.dtype) -> Floats:
-    return defects.added([cast(x, dtype) for x in sums])
-
-
 def shuffled(sums: list[Floats], dtype: np.dtype) -> Floats:
     """Adds in an order that `check_step` does not try."""
-    return in_order([sums[i] for i in np.random.default_rng(3).permutation(len(sums))], dtype)
+    return defects.in_order([sums[i] for i in np.random.default_rng(3).permutation(len(sums))], dtype)
 
 
 def in_three(sums: list[Floats], dtype: np.dtype) -> Floats:
-    return defects.added([in_order(sums[i::3], dtype) for i in range(min(3, len(sums)))])
+    return defects.added([defects.in_order(sums[i::3], dtype) for i in range(min(3, len(sums)))])
 
 
 def as_stored(sums: list[Floats], dtype: np.dtype) -> Floats:
@@ -43,33 +39,6 @@ def as_stored(sums: list[Floats], dtype: np.dtype) -> Floats:
     return total
 
 
-def narrow(sums: Any, k: int, add: Add, dtype: np.dtype) -> Any:
-    def step(params: Floats, batch: Any) -> Floats:
-        made = [sums(params, part) for part in defects.pieces(batch, k)]
-        return defects.over(cast(add([g for g, _ in made], dtype), FLOAT32), sum(w for _, w in made))
-
-    return step if k > 1 else defects.right(sums, 1)
-
-
-def added(sums: Any, k: int, rate: float, of: Callable[[np.ndarray], Any]) -> Any:
-    """Adds ``rate * of(params)`` to the gradient at each microbatch but the first."""
-
-    def step(params: Floats, batch: Any) -> Floats:
-        made = defects.right(sums, k)(params, batch)
-        return [g + g.dtype.type(rate * (k - 1)) * of(p).astype(g.dtype) for g, p in zip(made, params, strict=True)]
-
-    return step
-
-
-def scheduled(sums: Any, k: int, factor: float) -> Any:
-    def step(params: Floats, batch: Any) -> Floats:
-        made = [sums(params, part) for part in defects.pieces(batch, k)]
-        scaled = [[x * x.dtype.type(factor**i) for x in g] for i, (g, _) in enumerate(made)]
-        return defects.over(defects.added(scaled), sum(w for _, w in made))
-
-    return step
-
-
 def check(make: Any, k: int) -> StepReport:
     return check_step(partial(make, by_hand.sums), by_hand.params(), by_hand.batch(max(16, k)), microbatches=(k,))
 
@@ -78,15 +47,15 @@ MANY = [2, 8, pytest.param(64, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("k", MANY)
-@pytest.mark.parametrize("add", [in_order, shuffled, in_three, as_stored])
+@pytest.mark.parametrize("add", [defects.in_order, shuffled, in_three, as_stored])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 def test_a_narrow_accumulator_is_named_in_any_order(dtype: np.dtype, add: Add, k: int) -> None:
-    report = check(partial(narrow, add=add, dtype=dtype), k)
+    report = check(partial(defects.narrow, add=add, dtype=dtype), k)
     assert report.cause is Cause.PRECISION, str(report)
 
 
 def test_a_wide_accumulator_is_not_accused() -> None:
-    assert check(partial(narrow, add=shuffled, dtype=FLOAT32), 8).passes
+    assert check(partial(defects.narrow, add=shuffled, dtype=FLOAT32), 8).passes
 
 
 @pytest.mark.parametrize("k", MANY)
@@ -102,7 +71,7 @@ def test_a_wide_accumulator_is_not_accused() -> None:
     ids=["decay", "of bfloat16", "of kernels", "of signs"],
 )
 def test_what_is_added_is_named_whatever_it_is(of: Any, detail: str, rate: float, k: int) -> None:
-    report = check(partial(added, rate=rate, of=of), k)
+    report = check(partial(defects.decays_each, rate=rate, of=of), k)
     assert report.cause is Cause.ADDED, str(report)
     assert detail in report.faults[0].detail
 
@@ -110,7 +79,7 @@ def test_what_is_added_is_named_whatever_it_is(of: Any, detail: str, rate: float
 @pytest.mark.parametrize("k", [2, 8])
 @pytest.mark.parametrize("factor", [0.5, 0.99, 0.999])
 def test_a_schedule_is_named_however_slow(factor: float, k: int) -> None:
-    report = check(partial(scheduled, factor=factor), k)
+    report = check(partial(defects.scheduled_each, factor=factor), k)
     assert report.cause is Cause.BY_PLACE, str(report)
 
 
@@ -119,7 +88,7 @@ def of_bfloat16(sums: Any, k: int, rate: float, narrow: bool = False) -> Any:
 
     def step(params: Floats, batch: Any) -> Floats:
         wide = [x.astype(FLOAT32 if narrow else np.promote_types(x.dtype, FLOAT32)) for x in params]
-        made = added(sums, k, rate, lambda p: p)(wide, batch)
+        made = defects.decays_each(sums, k, rate)(wide, batch)
         return [x.astype(BFLOAT16 if narrow else p.dtype) for x, p in zip(made, params, strict=True)]
 
     return step
