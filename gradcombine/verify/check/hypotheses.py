@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,7 @@ from gradcombine.verify.check.case import (
 )
 from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled
 from gradcombine.verify.check.divided_terms import are_right, divided
-from gradcombine.verify.check.inner import HIDDEN, before_update, hidden_by_update
+from gradcombine.verify.check.inner import CUTS, HIDDEN, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import flat
 from gradcombine.verify.check.measure import gamma, rms
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
@@ -186,7 +187,7 @@ def at_optimizer(standard: Standard, case: Case, terms: bool) -> Iterator[Predic
     """Explains the difference between the gradients that reach an optimizer, for cases with terms or for others."""
     if not standard.subject.returns_params or case.leaves is not None or terms != (case.terms is not None):
         return
-    for inner in before_update(standard, case):
+    for inner in islice(before_update(standard, case), CUTS):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined = True
         if cause is not Cause.UNEXPLAINED:

@@ -26,12 +26,12 @@ from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide,
 from gradcombine.verify.check.standard import Standard
 
 CUTS = 2
-"""Maximal number of points at which a step is cut off."""
+"""Number of points at which a step is cut off; the earliest ones."""
 
 
 def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
-    """Yields the step up to the gradients that reach the optimizer, for the earliest cuts that predict the result."""
-    subject, cuts = standard.subject, 0
+    """Yields the step up to the gradients that reach the optimizer, for all cuts that predict the result."""
+    subject = standard.subject
     if subject.framework == "torch":
         yield from import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
         return
@@ -50,11 +50,8 @@ def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
             if accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
                 yield Standard(_up_to(subject, length), standard.unit)
-                cuts += 1
         except (NotWide, NotFiniteError, ValueError):
             continue
-        if cuts == CUTS:
-            return
 
 
 HIDDEN = 1e-3
@@ -187,47 +184,45 @@ class Recorded:
         self.operations, self.dependencies = [], []
         arguments = [*((x, None) for x in jax.tree.leaves(params)), *((x, ()) for x in jax.tree.leaves(batch))]
 
-        def on_value(operation: str, x: Any, indices: Dependencies) -> Tracked:
-            if indices is None or x.shape not in self._shapes or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
-                return x, indices
-            self.operations.append((operation, x.shape))
-            self.dependencies.append(indices)
-            return visit(x), (len(self.operations) - 1,)
-
-        results = _evaluate(program.jaxpr, program.consts, arguments, on_value)
+        results = self._evaluate(program, arguments, visit)
         return jax.tree.unflatten(jax.tree.structure(shape), [x for x, _ in results])
+
+    def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
+        """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""
+        inputs = [*((x, None) for x in program.consts), *arguments]
+        values = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], inputs, strict=True))
+
+        def read(variable: Any) -> Tracked:
+            return (variable.val, None) if hasattr(variable, "val") else values[variable]
+
+        for x in program.jaxpr.eqns:
+            operands = [read(v) for v in x.invars]
+            if x.primitive.name in ("jit", "pjit"):
+                results = self._evaluate(x.params["jaxpr"], operands, visit)
+            else:
+                functions, params = _bind_params(x)
+                with import_module("jax").named_scope(scope_of(x)):
+                    outputs = x.primitive.bind(*functions, *(value for value, _ in operands), **params)
+                known = [indices for _, indices in operands if indices is not None]
+                indices = tuple(dict.fromkeys(i for some in known for i in some)) if known else None
+                outputs = outputs if x.primitive.multiple_results else [outputs]
+                results = [self._recorded(x.primitive.name, y, indices, visit) for y in outputs]
+            values.update(zip(x.outvars, results, strict=True))
+        return [read(v) for v in program.jaxpr.outvars]
+
+    def _recorded(self, operation: str, x: Any, indices: Dependencies, visit: Callable[[Any], Any]) -> Tracked:
+        is_float = import_module("jax").numpy.issubdtype(x.dtype, np.floating)
+        if indices is None or x.shape not in self._shapes or not is_float:
+            return x, indices
+        self.operations.append((operation, x.shape))
+        self.dependencies.append(indices)
+        return visit(x), (len(self.operations) - 1,)
 
 
 Dependencies: TypeAlias = tuple[int, ...] | None
 """Indices of the recorded values that a value is computed from; None if it does not depend on examples."""
 
 Tracked: TypeAlias = tuple[Any, Dependencies]
-OnValue: TypeAlias = Callable[[str, Any, Dependencies], Tracked]
-
-
-def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Tracked], on_value: OnValue) -> list[Tracked]:
-    """Evaluates a program; ``on_value`` may replace the result of each operation. Inlines jitted functions."""
-    inputs = [*((x, None) for x in consts), *arguments]
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-
-    def read(variable: Any) -> Tracked:
-        return (variable.val, None) if hasattr(variable, "val") else values[variable]
-
-    for x in jaxpr.eqns:
-        operands = [read(v) for v in x.invars]
-        if x.primitive.name in ("jit", "pjit"):
-            inner = x.params["jaxpr"]
-            results = _evaluate(inner.jaxpr, inner.consts, operands, on_value)
-        else:
-            functions, params = _bind_params(x)
-            with import_module("jax").named_scope(scope_of(x)):
-                outputs = x.primitive.bind(*functions, *(value for value, _ in operands), **params)
-            known = [indices for _, indices in operands if indices is not None]
-            indices = tuple(dict.fromkeys(i for some in known for i in some)) if known else None
-            outputs = outputs if x.primitive.multiple_results else [outputs]
-            results = [on_value(x.primitive.name, y, indices) for y in outputs]
-        values.update(zip(x.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
 
 
 def _bind_params(equation: Any) -> tuple[Any, Any]:
