@@ -120,11 +120,12 @@ DIVIDED_BY_ALL = "; the rest is divided by the weight of all examples"
 def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Weighted:
     """Yields the weights of the units under known defects, then those that are fitted to the result."""
     yield from _known(standard, case.split, c)
-    factor = _factor(standard, case, case.among(standard.combination[1]))
+    leaves = case.among(standard.combination[1])
+    factor = _factor(standard, case, leaves)
     if abs(factor - 1) > EPSILON:
         yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided, k, devices = _shares_in(standard, case.split), *case.split
-    x = standard.fit_units(case.result, case.split, case.wide, case.among(standard.combination[1]))
+    x = standard.fit_units(case.result, case.split, case.wide, leaves)
     if x is not None:
         yield from _levels(standard, case, c, x, divided)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -156,11 +155,11 @@ def _parts(batch: Tree, microbatches: int) -> list[Tree]:
 def _training(loss: Any, inner: Any, accumulating: Any) -> Training:
     keras, optax = sys.modules.get("keras"), sys.modules.get("optax")
     if keras is not None and isinstance(inner, keras.optimizers.Optimizer):
-        return importlib.import_module("gradcombine.verify.check.keras_windows").KerasTraining(
-            loss, inner, accumulating
-        )
+        from gradcombine.verify.check.keras_windows import KerasTraining  # imports TensorFlow
+
+        return KerasTraining(loss, inner, accumulating)
     if optax is not None and isinstance(inner, optax.GradientTransformation):
-        return importlib.import_module("gradcombine.verify.check.optax_windows").OptaxTraining(
-            loss, inner, accumulating
-        )
+        from gradcombine.verify.check.optax_windows import OptaxTraining  # imports JAX
+
+        return OptaxTraining(loss, inner, accumulating)
     raise invalid("an optax transformation or a Keras optimizer", type(inner).__name__)

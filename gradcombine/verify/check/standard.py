@@ -118,11 +118,8 @@ class Standard(Measured):
     def weights(self) -> np.ndarray | None:
         return self.combination[0]
 
-    def fit_units(
-        self, result: Result, split: Split, wide: bool, leaves: Sequence[int] | None = None
-    ) -> np.ndarray | None:
-        """Fits the weights of the units in a division's result by least squares over leaves (None: all means)."""
-        leaves = self.combination[1] if leaves is None else leaves
+    def fit_units(self, result: Result, split: Split, wide: bool, leaves: Sequence[int]) -> np.ndarray | None:
+        """Fits the weights of the units in a division's result by least squares over these leaves."""
         x = self._fit_weights(result.floats, leaves, wide)
         return self._fit_weights(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
 
