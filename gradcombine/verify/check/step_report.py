@@ -81,7 +81,7 @@ REMEDIES = {
     Cause.INACCURATE: "look for a narrow dtype inside the step",
     Cause.BY_PLACE: "advance schedules and decay once per window, not at each microbatch",
 }
-"""What to write instead, by cause."""
+"""Remedies by cause: what to write instead."""
 
 BY_DESIGN = {"statistics": Cause.STATISTICS, "state": Cause.ADVANCED}
 """Causes that may be intended, by the names that `StepReport.allowing` takes."""
