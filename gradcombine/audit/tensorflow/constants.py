@@ -111,7 +111,8 @@ def trip_count(loop: GraphLoop) -> int | None:
     needed, operations = _needed(loop, loop.condition)
     rows = [x for x in zip(loop.initial, loop.carried, loop.results, strict=True) if x[1] in needed]
     state = {v: constant(initial) for initial, v, _ in rows}
-    linear = operations <= MONOTONE | LINEAR | {"Const", "Identity", EITHER, CHOSEN}
+    are_numbers = all(v.shape.kind != "pred" for v in state)
+    linear = are_numbers and operations <= MONOTONE | LINEAR | {"Const", "Identity", EITHER, CHOSEN}
     step = dict[Value, Any]()
     for iteration in range(MAX_ITERATIONS):
         more = constant(loop.condition, state)

@@ -301,6 +301,10 @@ LOOPS: dict[str, tuple[Callable[[Any], Any], int | None]] = {
         lambda x: tf.while_loop(lambda i, x: (i < 9) & (x[0, 0] > 0), lambda i, x: (i + 1, x - 1.0), (0, x)),
         None,
     ),
+    "a flag": (
+        lambda x: tf.while_loop(lambda i, more: more, lambda i, more: (i + 3, i < 50), (0, tf.constant(True))),
+        18,
+    ),
     "squared": (lambda x: tf.while_loop(lambda i, x: i < 300, lambda i, x: (i * i, x), (2, x)), 4),
     "scanned": (lambda x: tf.scan(lambda a, b: a + b, x), ROWS - 1),
     "rows": (lambda x: tf.while_loop(lambda i, x: i < tf.shape(x)[0], lambda i, x: (i + 1, x), (0, x)), ROWS),
