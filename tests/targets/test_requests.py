@@ -31,10 +31,12 @@ def given(params: Any, grads: Any) -> Any:
 def test_a_microbatch_is_one_addition_in_place() -> None:
     adam = optax.adam(1e-3)
     step = request_step(Loss(given, differentiate=False), adam, microbatches=64, weight=lambda grads: 1).programs
-    node = jax.eval_shape(step._begun, PARAMS, INDEX, INDEX, [PARAMS], {})
+    node = jax.eval_shape(step.begin.__wrapped__, PARAMS, INDEX, INDEX, [PARAMS], {})
     args = node, PARAMS, INDEX, INDEX, [PARAMS], {}
-    more = compile_for(h100(), step._added, *args, donate=(0,))
-    end = compile_for(h100(), step._ended, PARAMS, jax.eval_shape(adam.init, PARAMS), node, INDEX, donate=(0, 1, 2))
+    more = compile_for(h100(), step.more.__wrapped__, *args, donate=(0,))
+    end = compile_for(
+        h100(), step.end.__wrapped__, PARAMS, jax.eval_shape(adam.init, PARAMS), node, INDEX, donate=(0, 1, 2)
+    )
     assert [round(x.program.bytes_moved(True) / N, 1) for x in (more, end)] == [12, 28]
     assert [round(x.temporary / N, 1) for x in (more, end)] == [0, 0]
     assert [x.program.copies() for x in (more, end)] == [0, 0]
@@ -54,13 +56,15 @@ def test_replicas_exchange_in_optim_step_alone(machine: str, kind: AxisType) -> 
     params = spread(on, P(), {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(2)})
     batch, index = spread(on, P("data"), jax.ShapeDtypeStruct((512, 256), jnp.float32)), spread(on, P(), INDEX)
     with jax.set_mesh(on):
-        begun = jax.jit(step._begun).lower(params, index, index, [batch], {})
+        begun = jax.jit(step.begin.__wrapped__).lower(params, index, index, [batch], {})
     node = spread(on, P("data"), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), begun.out_info))
     args = node, params, index, index, [batch], {}
     devices = on.devices.flat
-    more = compile_for(devices, step._added, *args, donate=(0,)).program.collectives()
+    more = compile_for(devices, step.more.__wrapped__, *args, donate=(0,)).program.collectives()
     opt_state = jax.eval_shape(optax.sgd(0.1).init, params)
-    end = compile_for(devices, step._ended, params, opt_state, node, index, donate=(0, 1, 2)).program.collectives()
+    end = compile_for(
+        devices, step.end.__wrapped__, params, opt_state, node, index, donate=(0, 1, 2)
+    ).program.collectives()
     assert more == ({}, {})
     assert end[0] == {} and set(end[1]) == {"all-reduce"}
     np.testing.assert_equal(sum(end[1].values()), 1)
