@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from gradcombine import reductions
 from gradcombine.errors import invalid, within
 from gradcombine.integrations.jax.arrays import require_levels
-from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, Static, parse_output, require_first
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, Static, parse_output, positions, require_first
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.types import Tree
@@ -169,6 +169,11 @@ class ModuleLoss(NamedTuple):
     ) -> tuple[list[Tree], dict[str, Tree]]:
         """Arguments of ``loss``: replaces the first of ``args``; ``has_carry`` says whether they include the carry."""
         loss_args, at, carry = [module.params, *args[1:]], self.loss.rng_argnum, self.loss.carry_argnum
+        # The keys of random streams would take the place of a missing argument.
+        count = len(args) + (carry is not None and not has_carry)
+        needed = max(positions(self.loss.batch_argnums), default=0) + 1
+        if needed > count:
+            raise invalid(f"{needed} positional arguments or more", count)
         if self.has_keys and at is not None:
             at -= not has_carry and carry is not None and carry < at
             loss_args[at : at + 1] = [(*loss_args[at : at + 1], module.keys)]

@@ -180,7 +180,7 @@ def grads_by_denominator(
     ({'microbatches': 20.0, 'tokens': 3.0}, {'microbatches': 1, 'tokens': 2})
     """
     objective = Objective.of(Loss(loss, argnums, has_aux=has_aux, terms=terms))
-    named = require_given("terms", objective.terms)
+    named = require_given("terms as a dict from the name of a term to the name of its denominator", objective.terms)
 
     @operation("grads_by_denominator")
     @wraps(loss)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -14,9 +15,9 @@ import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import invalid, operation, require_given, require_type, within
+from gradcombine.errors import GradCombineError, invalid, operation, require_given, require_type, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying, unbound
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
@@ -232,7 +233,8 @@ class Accumulation:
         if self._skip is not None:
             updates = like if terms is None else dict.fromkeys(terms.denominators, like)
             skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
-        if unbound(self.window.over) is None:
+        # Where an axis is not bound, outside the mapped function or in one over other axes, there is nothing to mark.
+        with contextlib.suppress(GradCombineError):
             window, skipped = self.window.mark_varying(window), self._varying(skipped)
         state = AccumulateUpdatesState(window, self._inner.init(params), jnp.asarray(False), skipped)
         return place_beside(like, state)

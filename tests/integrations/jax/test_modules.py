@@ -98,6 +98,27 @@ def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
     assert model.dropout.rngs.count[...] == 1
 
 
+def test_keys_of_random_streams_do_not_replace_a_missing_argument() -> None:
+    class Drop(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def loss(model: Drop, x: Any, y: Any) -> Any:
+        return jnp.mean(model.w[...] * model.dropout(x) - y)
+
+    made, x = Loss(loss, batch_argnums=(1, 2)), np.ones(4, np.float32)
+    for settings in ({"every": 1}, {"microbatches": 2}):
+        step = train_step(made, optax.sgd(0.1), **settings)
+        state = step.init(Drop(), x, x)
+        with pytest.raises(
+            gc.GradCombineError, match="train_step: expected 3 positional arguments or more, received 2"
+        ):
+            step(Drop(), state, x)
+        step(Drop(), state, x, x)
+    with pytest.raises(gc.GradCombineError, match="expected 3 positional arguments or more, received 2"):
+        value_and_grad(made, 2)(Drop(), x)
+
+
 def test_each_microbatch_has_keys_of_its_own() -> None:
     class Drop(nnx.Module):
         def __init__(self) -> None:

@@ -163,6 +163,17 @@ def test_an_unbound_axis_is_refused() -> None:
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_a_state_may_be_made_where_some_of_the_axes_are_bound() -> None:
+    tx = accumulate(NEGATE, 1, over=gc.jax_axis(("outer", "inner")))
+
+    def outer(rows: Any) -> Any:
+        state = tx.init(jnp.float32(0))
+        return jax.vmap(lambda x: tx.update(x, state)[0], axis_name="inner")(rows)
+
+    updates = jax.vmap(outer, axis_name="outer")(jnp.float32([[1, 2], [3, 6]]))
+    assert updates.tolist() == [[-3, -3], [-3, -3]]
+
+
 def test_replicas_exchange_gradients_at_the_end_of_a_window_alone() -> None:
     program = window(accumulate(NEGATE, 2, over=AXIS))
     jaxpr = jax.make_jaxpr(program, axis_env=[("d", N)])(GRADS[0], TOKENS[0]).jaxpr
