@@ -63,6 +63,13 @@ class Contribution(NamedTuple):
     form: Form
 
 
+class _Local(NamedTuple):
+    """What differs between replicas; errors name a leaf by its path in here."""
+
+    levels: Tree
+    carry: Tree
+
+
 @dataclass(frozen=True)
 class Objective:
     """A loss of one or several terms, and how the contributions of its microbatches are combined.
@@ -184,13 +191,13 @@ class Objective:
 
         def on_one(shared: Tree, batch: list[Tree], local: Tree) -> tuple[Tree, Tree]:
             (others, kwargs, shared), (local, carry) = shared, local
-            loss_args = replaced(others, [*at, *carried], [*batch, *carry])
+            loss_args = replaced(others, [*at, *carried], [*batch, *(carry for _ in carried)])
             shared, local, carry = function(loss_args, kwargs, shared, local)
-            return shared, (local, carry)
+            return shared, _Local(local, carry)
 
-        batch, carry = [args[i] for i in at], [args[i] for i in carried]
+        batch, carry = [args[i] for i in at], next((args[i] for i in carried), None)
         others = replaced(args, [*at, *carried], [None] * len(at + carried))
-        shared, (local, carry) = on_replicas(self.over, on_one, (others, kwargs, shared), batch, (local, carry))
+        shared, (local, carry) = on_replicas(self.over, on_one, (others, kwargs, shared), batch, _Local(local, carry))
         return shared, local, carry
 
     def contribution(

@@ -103,6 +103,18 @@ def test_the_carry_is_each_replicas_own(mode: Callable[..., Any]) -> None:
     np.testing.assert_array_equal(mode(partial(program, W), X, TOKENS), [X.sum(axis=1).max()] * N)
 
 
+def test_on_a_mesh_a_carry_without_replicas_is_refused_by_name() -> None:
+    def loss(w: Any, seen: Any, x: Any) -> LossOutput:
+        return LossOutput(jnp.mean(w * x), carry={"sum": seen["sum"] + jnp.sum(x)})
+
+    function = value_and_grad(Loss(loss, carry_argnum=1), 1, over=AXIS)
+    with (
+        jax.set_mesh(mesh()),
+        pytest.raises(gc.GradCombineError, match=r"leaf \.carry\['sum'\]: expected a leading axis of \d replicas"),
+    ):
+        function(jnp.float32(1), {"sum": jnp.float32(0)}, jnp.ones(24))
+
+
 def test_other_mesh_axes_are_left_alone() -> None:
     devices = jax.make_mesh((2, 2), ("d", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
