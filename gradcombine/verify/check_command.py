@@ -17,7 +17,7 @@ from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.reporting.earlier import read_earlier
 from gradcombine.reporting.sections import Cells, HeatMap, Section, show
 from gradcombine.verify.check.checking import checked
-from gradcombine.verify.check.programs import format_line
+from gradcombine.verify.check.step_program import format_line
 from gradcombine.verify.check.step_report import BY_DESIGN, REMEDIES, Cause, Fault, StepReport, Verdict, headline
 from gradcombine.verify.foreign_calls import arguments, within_seconds
 from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, progress

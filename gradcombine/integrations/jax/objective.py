@@ -42,7 +42,7 @@ from gradcombine.reductions.ratios import Ratio, Ratios
 from gradcombine.reductions.weights import parse
 from gradcombine.reductions.wrappers import global_norm
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Scalar, State, Tree
+from gradcombine.types import Array, DType, Order, Scalar, State, Tree
 
 
 class Contribution(NamedTuple):
@@ -153,11 +153,8 @@ class Objective:
 
     def parts_reduction(self, has_aux: bool, wrap: Callable[[Reduction], Reduction] = lambda inner: inner) -> Reduction:
         """Reduction of the parts of a `Contribution`; ``wrap`` may wrap that of the gradients."""
-        members = {
-            "grads": Weighed(wrap(without_numbers(self.reduction))),
-            "value": self.average,
-            "weight": reductions.sum(),
-        }
+        gradients = Weighed(wrap(without_numbers(self.reduction)))
+        members = {"grads": gradients, "value": self.average, "weight": reductions.sum()}
         if has_aux:
             members["aux"] = self.aux_reduction
         combined = reductions.per_leaf(members)
@@ -219,7 +216,7 @@ class Objective:
         if self.loss.carry_argnum is None and output.carry is not None:
             raise invalid("carry_argnum, for a loss that returns a carry", None)
         weight = self._weight(args, output.weight, default_weight)
-        parts = {"grads": grads, "value": jnp.asarray(output.value), "weight": _float32(weight)}
+        parts = {"grads": grads, "value": jnp.asarray(output.value), "weight": _as_array(weight)}
         if jax.tree.leaves(output.aux):
             require_no_mean_of_ratios(self.aux_reduction, output.aux)
             parts["aux"] = jax.tree.map(jnp.asarray, output.aux)
@@ -235,7 +232,7 @@ class Objective:
     def denominators(self, terms: Terms, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Array:
         """Weights of one microbatch, one per denominator, in an array; the compiler removes the rest of the loss."""
         weights = self._values_and_weights(terms, args, kwargs)[1]
-        return jnp.stack([_float32(weights[name]) for name in terms.denominators])
+        return jnp.stack([_as_array(weights[name]) for name in terms.denominators])
 
     def with_totals(self, terms: Terms, kwargs: dict[str, Tree], counted: Array) -> dict[str, Tree]:
         """Adds the totals over all replicas to the keyword arguments, by one small all-reduce."""
@@ -293,9 +290,7 @@ class Objective:
             if scale is None:
                 return value, (output, form)
             # The factor is NaN for a traced weight whose value is invalid.
-            backend = load("jax")
-            factor = parse(backend, scale).cast(backend, np.dtype(value.dtype))
-            return value * factor, (output, form)
+            return value * _as_array(scale, value.dtype), (output, form)
 
         differentiated = jax.value_and_grad(scaled_loss, self.loss.argnums, has_aux=True)
         (_, (output, form)), grads = differentiated(*args, **kwargs)
@@ -324,7 +319,7 @@ class Objective:
         values, weights, output, form = self._values_and_weights(self.terms, args, kwargs)
         terms = self.terms.parts(values, weights, totals)
         value = self.terms.total(terms) if self.terms.known else jnp.float32(0)
-        aux = {"terms": terms, "weights": jax.tree.map(_float32, weights), "aux": output.aux}
+        aux = {"terms": terms, "weights": jax.tree.map(_as_array, weights), "aux": output.aux}
         return LossOutput(value, self.terms.present(weights), aux, output.carry), form
 
     def _values_and_weights(
@@ -336,11 +331,10 @@ class Objective:
         if self.weight is not None:
             weights = self.weight(*(args[i] for i in batch_positions(self.loss, args)))
         values = {term: jnp.asarray(x) for term, x in terms.values(values).items()}
+        weights = terms.weights(weights)
         # Python numbers are not converted, so that they stay known while tracing.
-        constant_weights = {
-            name: lax.stop_gradient(x) if isinstance(x, jax.Array) else x for name, x in terms.weights(weights).items()
-        }
-        return terms.widened(values), constant_weights, output, form
+        weights = {name: lax.stop_gradient(x) if isinstance(x, jax.Array) else x for name, x in weights.items()}
+        return terms.widened(values), weights, output, form
 
     def _scalar_output(self, output: Tree) -> tuple[LossOutput, Form]:
         output, form = parse_output(output, self.loss.has_aux)
@@ -400,6 +394,6 @@ def _norm(gradients: Tree) -> Array:
     return global_norm(load("jax"), *tree.flatten(gradients))
 
 
-def _float32(weight: Scalar) -> Array:
+def _as_array(weight: Scalar, dtype: DType = np.float32) -> Array:
     backend = load("jax")
-    return parse(backend, weight).cast(backend, np.dtype(np.float32))
+    return parse(backend, weight).cast(backend, np.dtype(dtype))

@@ -17,9 +17,9 @@ from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.measure import FLOAT32_UNIT
-from gradcombine.verify.check.programs import other_constants
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.step_program import other_constants
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.compare.ulp import rounding_unit
 

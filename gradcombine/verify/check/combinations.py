@@ -22,9 +22,9 @@ from gradcombine.verify.check.case import (
 )
 from gradcombine.verify.check.leaves import flat
 from gradcombine.verify.check.measure import over
-from gradcombine.verify.check.programs import BY_NUMBER
 from gradcombine.verify.check.running import Floats, NotWide, Rows, Split
 from gradcombine.verify.check.standard import SAME, Standard, combined
+from gradcombine.verify.check.step_program import BY_NUMBER
 from gradcombine.verify.check.step_report import Cause
 
 Weighted = Iterator[tuple[Cause, str, np.ndarray]]

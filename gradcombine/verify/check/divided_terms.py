@@ -11,9 +11,9 @@ import numpy as np
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, Prediction, Terms, accounts_for, distances, partitions, split_by
-from gradcombine.verify.check.programs import dividing
 from gradcombine.verify.check.running import Floats, NotWide, Rows
 from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.step_program import dividing
 from gradcombine.verify.check.step_report import Cause
 
 

@@ -34,9 +34,9 @@ from gradcombine.verify.check.inner import CUTS, HIDDEN, before_update, hidden_b
 from gradcombine.verify.check.leaves import flat
 from gradcombine.verify.check.measure import gamma, rms
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
-from gradcombine.verify.check.programs import line_of
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.standard import Standard, combined
+from gradcombine.verify.check.step_program import line_of
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 

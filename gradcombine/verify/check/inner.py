@@ -21,9 +21,9 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
-from gradcombine.verify.check.programs import scope_of
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.step_program import scope_of
 
 CUTS = 2
 """Number of points at which a step is cut off; the earliest ones."""

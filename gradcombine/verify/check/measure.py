@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from gradcombine.types import Tree
-from gradcombine.verify.check import programs
+from gradcombine.verify.check import step_program
 from gradcombine.verify.check.leaves import flat, perturbation
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Rows, Split, Subject
 from gradcombine.verify.compare.ulp import rounding_unit
@@ -59,7 +59,7 @@ class Measured:
         self._rows: dict[Rows, Result | None] = {}
         self.native = subject.run(ONE_BATCH, subject.batch)
         self.names = subject.names
-        facts = programs.read(subject)
+        facts = step_program.read(subject)
         self.unit = unit or facts.unit or max(map(rounding_unit, self.native.dtypes))
         self.draws = facts.random
         self.wide, self.not_wide = self._in_float64(facts.draws)
