@@ -91,7 +91,8 @@ class Accumulate(Wrapper):
     ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is narrower. A
     tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the next microbatch completes the
     window) on one replica; with several it holds only the first replica's window, so flush before saving. A pickled or
-    deep-copied optimizer has its values again once it is built.
+    deep-copied optimizer has its values again once it is built; built with variables of other shapes, it warns and
+    begins anew.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,9 @@ class TensorflowWindow(KerasWindow):
         for component in self.components(self._sizes):
             component.assign(_NO_SIZES)
         return (int(min(low for low, _ in ranges)), int(max(high for _, high in ranges))) if ranges else ()
+
+    def untraced(self) -> AbstractContextManager[None]:
+        return tf.init_scope()
 
     def layout(self) -> Layout:
         return Layout([self.description, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -85,6 +86,10 @@ class KerasWindow(ABC):
     @abstractmethod
     def components(self, variable: Any) -> list[Any]:
         """Variable of each replica."""
+
+    def untraced(self) -> AbstractContextManager[None]:
+        """Context whose assignments are made once, also if a step is being traced that has built the optimizer."""
+        return nullcontext()
 
     def layout(self) -> Any:
         """Trackable object that tf.train.Checkpoint compares on restore, or None."""

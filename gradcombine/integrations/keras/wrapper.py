@@ -39,7 +39,7 @@ class Wrapper(_Optimizer):
     Attributes:
       _window: the window; None until the optimizer is built.
       _unpickled: values of the optimizer that this one is a copy of, until it is built: the result of
-        `save_own_variables`, and the inner optimizer's variables. None for other optimizers.
+        `save_own_variables`, the inner optimizer's variables, and the shapes of all. None for other optimizers.
       _scaled_outside: whether there is a LossScaleOptimizer around this one.
 
     Args:
@@ -47,7 +47,7 @@ class Wrapper(_Optimizer):
     """
 
     _window: KerasWindow | None = None
-    _unpickled: tuple[dict[str, Any], list[np.ndarray]] | None = None
+    _unpickled: tuple[dict[str, Any], list[np.ndarray], list[tuple[int, ...]]] | None = None
     _scaled_outside = False
 
     def __init__(self, name: str | None) -> None:
@@ -132,14 +132,19 @@ class Wrapper(_Optimizer):
     def __reduce__(self) -> Any:
         values = self._unpickled
         if self._window is not None:
-            values = ({}, [x.numpy() for x in self.inner_optimizer.variables])
+            values = ({}, [x.numpy() for x in self.inner_optimizer.variables], self._shapes())
             self.save_own_variables(values[0])
         return _copied, (keras.optimizers.serialize(self), values)
 
     def _load_unpickled(self) -> None:
         """Assigns the values that the optimizer was unpickled with, once it is built."""
-        if self._unpickled is not None:
-            store, values = self.__dict__.pop("_unpickled")
+        if self._unpickled is None:
+            return
+        store, values, shapes = self.__dict__.pop("_unpickled")
+        if shapes != self._shapes():
+            self._warn_skipped("the optimizer was copied from one of other variables")
+            return
+        with self._built_window().untraced():
             self.load_own_variables(store)
             for variable, value in zip(self.inner_optimizer.variables, values, strict=True):
                 variable.assign(value)
@@ -159,7 +164,7 @@ class Wrapper(_Optimizer):
         """
         window, others = self._built_window(), self._others()
         arrays = list(map(windows.as_array, require_items("a list of weights", weights)))
-        require_equal("weights of shapes {}", [tuple(x.shape) for x in self.variables], [x.shape for x in arrays])
+        require_equal("weights of shapes {}", self._shapes(), [x.shape for x in arrays])
         start, stop = len(others), len(self._variables)
         saved = [x[np.newaxis] for x in arrays[start:stop]]
         if window.replicas > 1 and windows.is_pending(window, saved):
@@ -192,6 +197,9 @@ class Wrapper(_Optimizer):
     def _warn_skipped(self, reason: str) -> None:
         warnings.warn(f"Skipping the window of optimizer {self.name!r}: {reason}.", stacklevel=3)
 
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(x.shape) for x in self.variables]
+
     def _built_window(self) -> KerasWindow:
         return require_given("an optimizer that is built, or trainable_variables", self._window)
 
@@ -201,6 +209,7 @@ class Wrapper(_Optimizer):
 
 
 def _copied(config: dict[str, Any], values: Any) -> Any:
-    optimizer = keras.optimizers.deserialize(config)
+    # As Keras unpickles a model: a pickle can run any code, so a lambda in it is no additional risk.
+    optimizer = keras.saving.deserialize_keras_object(config, safe_mode=False)
     vars(optimizer)["_unpickled"] = values  # not by setattr, which Keras tracks
     return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -353,3 +354,18 @@ def test_a_variable_with_a_gradient_on_one_replica_alone_is_in_the_file(having: 
     # Keras divides the losses of two replicas by 2: the true gradients are 2 and 4.
     share = len(having) / (2 if ends == "flush" else 4)
     assert [float(x.numpy()) for x in variables] == [-2, 0.5 - 4 * share, 1]
+
+
+def test_a_copy_goes_on_in_a_function_that_builds_it() -> None:
+    w, again = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+    optimizer = Accumulate(keras.optimizers.SGD(0.5, momentum=0.5), 2)
+    optimizer.build([w])
+    for n in range(3):
+        optimizer.apply([tf.constant([n, 2.0 * n])], [w])
+    again.assign(w.value)
+    copied = deepcopy(optimizer)
+    step = tf.function(lambda gradient: copied.apply([gradient], [again]))
+    for n in range(3, 6):
+        step(tf.constant([n, 2.0 * n]))
+        optimizer.apply([tf.constant([n, 2.0 * n])], [w])
+    assert bits([again, *copied.variables]) == bits([w, *optimizer.variables])

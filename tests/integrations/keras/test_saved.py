@@ -150,7 +150,12 @@ def test_what_is_not_built_says_so(tmp_path: Path) -> None:
         other.load_weights(tmp_path / "a.weights.h5")
 
 
-@pytest.mark.parametrize("copy_of", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+copies = pytest.mark.parametrize(
+    "copy_of", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+
+
+@copies
 def test_a_copy_goes_on_once_it_is_built(copy_of: Any) -> None:
     assert copy_of(Accumulate("sgd", 3)).every == 3
     w, again = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
@@ -164,6 +169,28 @@ def test_a_copy_goes_on_once_it_is_built(copy_of: Any) -> None:
     feed(optimizer, w, range(4, 7))
     feed(copied, again, range(4, 7))
     assert bits([again, *copied.variables]) == bits([w, *optimizer.variables])
+
+
+@copies
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
+def test_a_copy_keeps_a_lambda(copy_of: Any) -> None:
+    """Unlike a file, which Keras loads in safe mode."""
+    assert copy_of(Accumulate("sgd", lambda index: index + 2)).every(1) == 3
+
+
+@copies
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_copy_for_other_variables_begins_anew(copy_of: Any, count: int) -> None:
+    """With and without a partial window."""
+    w, other = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0, 3.0])
+    optimizer = Accumulate(keras.optimizers.SGD(0.5, momentum=0.5), 2, name="mine")
+    optimizer.build([w])
+    feed(optimizer, w, range(count))
+    copied, new = copy_of(optimizer), Accumulate.from_config(Accumulate(optimizer.inner_optimizer, 2).get_config())
+    new.build([other])
+    with pytest.warns(UserWarning, match="Skipping the window .*'mine': the optimizer was copied from one of other"):
+        copied.build([other])
+    assert bits(copied.variables) == bits(new.variables)
 
 
 INNER: dict[str, Any] = {
