@@ -156,7 +156,7 @@ class AllReduce:
             leaves = [sparse.dense(leaf) if i in slices else leaf for i, leaf in enumerate(leaves)]
             slices = {}
         paths = list(structure.paths())
-        included = self._included(resolve(leaves))
+        included = self._included(resolve(leaves), leaves)
         dense = [None if i in slices else leaf for i, leaf in enumerate(leaves)]
         combined = self._dense(dense, paths, included)
         for i, leaf in slices.items():
@@ -201,13 +201,15 @@ class AllReduce:
         gathered = sparse.with_values(gathered, _times(backend, gathered.values, self._postscale, path))
         return gathered if included is None else sparse.choose(included > 0, gathered, slices)
 
-    def _included(self, backend: Backend) -> Array | None:
-        """1 on ranks in the process set and 0 on others; None without a process set."""
+    def _included(self, backend: Backend, leaves: list[Leaf]) -> Array | None:
+        """1 on ranks in the process set and 0 on others; None without a process set or without gradients."""
         if self._process_set is None:
             return None
         size = self._over.size()
         if max(self._process_set) >= size:
             raise invalid(f"a process set of ranks below {size}", list(self._process_set))
+        if all(is_absent(leaf) for leaf in leaves):
+            return None  # NumPy's backend, to which the rank may be unknown
         table = np.array([rank in self._process_set for rank in range(size)], np.int32)
         return backend.slice_at(backend.asarray(table), self._over.rank())
 

@@ -138,6 +138,15 @@ def sparse_of(rank: int) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, tf.range(rank + 1) % 3, tf.constant([3, 2]))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_gradient_stays_none_in_a_process_set(compiled: bool) -> None:
+    def function(over: Any, x: Any) -> Any:
+        assert AllReduce(over, process_set=[1])([None]) == [None]
+        return x
+
+    assert [int(x) for x in on_tensorflow(function, list(range(RANKS)), compiled)] == [*range(RANKS)]
+
+
 def dense_of(rank: int) -> np.ndarray:
     dense = np.zeros((3, 2), np.float32)
     np.add.at(dense, np.arange(rank + 1) % 3, np.arange(2 * (rank + 1)).reshape(rank + 1, 2) + rank)
