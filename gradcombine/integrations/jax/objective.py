@@ -64,7 +64,7 @@ class Contribution(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """What differs between replicas; errors name a leaf by its path in here."""
+    """Trees that differ between replicas; errors name a leaf by its path in here."""
 
     levels: Tree
     carry: Tree
