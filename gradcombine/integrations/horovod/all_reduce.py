@@ -209,7 +209,7 @@ class AllReduce:
         if max(self._process_set) >= size:
             raise invalid(f"a process set of ranks below {size}", list(self._process_set))
         if all(is_absent(leaf) for leaf in leaves):
-            return None  # NumPy's backend, to which the rank may be unknown
+            return None  # without arrays the backend is NumPy's, which cannot read a traced rank
         table = np.array([rank in self._process_set for rank in range(size)], np.int32)
         return backend.slice_at(backend.asarray(table), self._over.rank())
 

@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
       terms: the sum of the coefficients of the results that it combines.
       leaves: indices of the leaves that it predicts; None: all.
       tolerance: the largest distance from the division's result, in multiples of the rounding bound.
-      line: the source line; None: as `programs.line_of` finds it.
+      line: the source line; None: as `step_program.line_of` finds it.
     """
 
     cause: Cause

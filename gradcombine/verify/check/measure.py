@@ -271,5 +271,11 @@ def over(distance: float, allowed: float) -> float:
 
 
 def gamma(roundings: int, unit: float) -> float:
-    """Returns the largest relative error of a number of roundings."""
+    """Bound of the relative error of a product of ``roundings`` factors within 1 +- u: ``n u / (1 - n u)``.
+
+    References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, lemma 3.1.
+
+    >>> gamma(1, 2.0**-24) * 2**24
+    1.0000000596046483
+    """
     return roundings * unit / (1 - roundings * unit)

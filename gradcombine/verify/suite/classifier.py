@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+
+from gradcombine.verify.check import measure
 
 PIXELS, CLASSES = 64, 10
 SHAPES = {"b": (CLASSES,), "w": (PIXELS, CLASSES)}
@@ -50,8 +53,8 @@ def initial_parameters() -> Arrays:
     return {name: generator.normal(0, 0.1, shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-U = 2.0**-24
-"""Unit roundoff of float32: an operation rounded to nearest is off by a factor within 1 +- U."""
+gamma = partial(measure.gamma, unit=measure.FLOAT32_UNIT)
+"""Bound of the relative error of a number of float32 roundings."""
 
 SMALLEST = 2.0**-126
 """Smallest normal float32. TensorFlow and XLA flush smaller values to zero."""
@@ -60,23 +63,12 @@ SECOND_ORDER = 1.01
 """Factor for products of two errors and for float64 rounding, which are below 2**-10 of the first-order terms."""
 
 
-def gamma(roundings: int) -> float:
-    """Bound of the relative error of a product of ``roundings`` factors within 1 +- U: ``n U / (1 - n U)``.
-
-    References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, lemma 3.1.
-
-    >>> gamma(1) * 2**24
-    1.0000000596046483
-    """
-    return roundings * U / (1 - roundings * U)
-
-
 def weighted_mean(values: Sequence[Arrays], weights: Sequence[int], additions: int) -> tuple[Arrays, Arrays]:
     """The weighted mean ``sum(w g) / sum(w)`` in float64, and a bound of the error of its computation in float32.
 
     Each term is rounded in the product ``w g``, in each addition on its way to the total, and in the division:
     ``|error| <= gamma(additions + 2) sum(w |g|) / sum(w)``, plus `SMALLEST` for every operation whose result may be
-    flushed to zero. The rounding of float64, below ``2**-44`` of it, is added.
+    flushed to zero. The bound includes the rounding of float64, below ``2**-44 sum(w |g|) / sum(w)``.
 
     Args:
       values: dicts of arrays with the same keys.
