@@ -194,8 +194,14 @@ def _resident_bytes() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that need a missing framework, unless GRADCOMBINE_REQUIRE names it."""
+    """Moves cases of ``sampled`` tests to the full tier; skips tests of missing frameworks that are not required."""
+    begun: set[str] = set()
     for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in begun and item.get_closest_marker("sampled"):
+            item.add_marker(pytest.mark.full)
+        elif not item.get_closest_marker("full"):
+            begun.add(test)
         missing = {name for needed in item.iter_markers("needs") for name in needed.args} - INSTALLED - REQUIRED
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(sorted(missing))}"))

@@ -36,6 +36,7 @@ LISTINGS = [pytest.param(x, id=f"{page} {i}") for page in PAGES for i, x in enum
 LISTINGS += [pytest.param("\n".join(listings(page)), id=page, marks=pytest.mark.full) for page in PROGRAMS]
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras")
 @pytest.mark.parametrize("listing", LISTINGS)
 def test_a_listing_prints_what_it_says(

@@ -14,7 +14,8 @@ from gradcombine import reductions, tree
 pytestmark = pytest.mark.needs("tensorflow")
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", pytest.param("xla", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
 def test_small_leaves_of_tensorflow_have_the_bits_of_numpy(how: str) -> None:
     import tensorflow as tf
 
@@ -48,6 +49,7 @@ def test_small_leaves_of_tensorflow_have_the_bits_of_numpy(how: str) -> None:
             assert (tuple(a.shape), a.numpy().dtype, a.numpy().tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
+@pytest.mark.full
 def test_graphs_of_exact_sums_grow_by_what_takes_small_leaves_in_and_out() -> None:
     import tensorflow as tf
 

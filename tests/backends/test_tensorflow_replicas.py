@@ -61,6 +61,7 @@ def reduced() -> dict[str, list[list[Any]]]:
     return {name: [strategy.experimental_local_results(x) for x in arrays] for name, arrays in program(data).items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BUNDLES)
 def test_sums_of_several_dtypes(reduced: dict[str, list[list[Any]]], name: str) -> None:
     expected = [

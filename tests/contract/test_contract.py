@@ -23,6 +23,7 @@ def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CALLS)
 def test_valid_arguments_are_accepted(name: str) -> None:
     call = CALLS[name]

@@ -29,6 +29,7 @@ def reduced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return request.param, {name: results[name].tobytes() for name in results.files}
 
 
+@pytest.mark.full
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("case", mirrored.CASES)

@@ -84,6 +84,7 @@ COMPILED = [case for case in SELECTED if case.column == "tf_function" and case n
 EAGER = by_policy([case for case in SELECTED if case.column != "tf_function"])
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("cases", [*EAGER.values(), COMPILED], ids=[*EAGER, "tf_function"])
 def test_tensorflow(cases: list[Case]) -> None:

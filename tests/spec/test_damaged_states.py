@@ -72,6 +72,7 @@ def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
     return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DAMAGED)
 def test_every_part_of_a_state_is_looked_at(name: str) -> None:
     """For every replaced part, `check_state` raises its one error, or all functions accept the state."""

@@ -248,6 +248,7 @@ JAX_STATES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize(
     ("place", "second"),
@@ -271,6 +272,7 @@ def test_exact_through_states_in_jax(place: str, second: str) -> None:
     check(jax_derivatives(JAX_STATES[place](), reduction, second), true_derivatives(FORMULAS["mean"]))
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("place", JAX_STATES)
 @pytest.mark.parametrize("of", ["contributions", "weights"])
@@ -299,6 +301,7 @@ def test_a_state_beside_a_derivative_is_no_derivative() -> None:
     np.testing.assert_array_equal(acc.value(state), X)
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @SECOND
 @pytest.mark.parametrize(
@@ -379,11 +382,10 @@ def _tf() -> Any:
     return tensorflow
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("place", [listed, over_time])
-@pytest.mark.parametrize(
-    "wrap", ["eager", pytest.param("function", marks=FULL), pytest.param("xla", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("wrap", ["eager", "function", pytest.param("xla", marks=pytest.mark.slow)])
 def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
     reduction = EXACT["mean"] if place is listed else reductions.differentiable(EXACT["mean"])
     check(tensorflow_derivatives(TF_WRAPS[wrap](), place, reduction), true_derivatives(FORMULAS["mean"]))
@@ -425,6 +427,7 @@ def test_forward_mode_within_a_graph_is_refused() -> None:
         along(tf.constant(X), tf.constant(W))
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_reductions_in_tensorflow(name: str) -> None:
@@ -432,6 +435,7 @@ def test_other_reductions_in_tensorflow(name: str) -> None:
     check(tensorflow_derivatives(TF_WRAPS["eager"](), listed, reduction), true_derivatives(formula))
 
 
+@pytest.mark.full
 @pytest.mark.needs("tensorflow")
 def test_exact_over_the_replicas_of_tensorflow() -> None:
     import tensorflow as tf

@@ -149,6 +149,7 @@ def test_narrow_integers_are_those_of_8_bits() -> None:
         np.testing.assert_array_equal(gc.digest(values.astype(narrow)), gc.digest(values.astype(wide)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_counts(dtype: np.dtype) -> None:
     array = bits(dtype, (16,))

@@ -70,8 +70,9 @@ def test_any_order_gives_the_correctly_rounded_sum(place: str, name: str, data: 
     check(results, data)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", among(("jax_shard_map_scan",), modes.REPLICATED))
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("replicas", [2, 4])
 @settings(max_examples=4)
 @given(data=contributions(8, CLOSE), seed=st.integers(0, 99))
 def test_any_division_over_replicas_gives_it_too(name: str, replicas: int, data: Any, seed: int) -> None:
@@ -226,6 +227,7 @@ def summed(env: modes.Env, data: Any) -> Any:
     return gc.combine(reductions.sum("exact"), [data[i] for i in range(4)])
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow")
 def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> None:
     """MirroredStrategy on 2 replicas, shard_map on 4, and a NumPy loop saved and restored after each update."""
@@ -254,6 +256,7 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
             np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
 
 
+@pytest.mark.full
 @unrolled
 @traced_quickly(("jax_jit",))
 def test_whole_weights_multiply_exactly(mode: modes.Mode) -> None:
@@ -313,8 +316,9 @@ def test_compensated_sums_keep_to_their_bound(mode: modes.Mode, data: Any) -> No
 LEAVES = 70
 
 
-@pytest.mark.parametrize("max_terms", [None, pytest.param(1 << 20, marks=pytest.mark.full)])
-@pytest.mark.parametrize("make", [pytest.param(reductions.sum, marks=pytest.mark.full), reductions.mean])
+@pytest.mark.full
+@pytest.mark.parametrize("max_terms", [None, 1 << 20])
+@pytest.mark.parametrize("make", [reductions.sum, reductions.mean])
 def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max_terms: int | None) -> None:
     rng, special = np.random.default_rng(7), [np.inf, -np.inf, np.nan, -0.0, 0.0, 1e-45, -3e-39, 3e38]
     dtypes = [np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64, ">f4")]

@@ -96,6 +96,7 @@ def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
         assert abs(Fraction(float(received)) - total) <= lost + half
 
 
+@pytest.mark.full
 def test_both_states_have_one_result() -> None:
     """Up to 4096 terms, the capacity for more changes no bit."""
     x = all_kinds(4096, 4)
@@ -120,6 +121,7 @@ FULL = np.float32(2**16 - 2**-8)
 """A number whose top digit is the largest possible: its leading bit is the highest of a bin."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("absent", [[{"w": None}], [{"w": None}] * 2])
 def test_a_leaf_without_contributions_is_settled_with_the_others(absent: list[Any]) -> None:
     """The leaf has no contribution whenever the words must be settled."""
@@ -283,6 +285,7 @@ def large(env: modes.Env, data: Any) -> Any:
     return parts(state.value), reduction.finalize(state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", among(("tf_function",), (*DISTINCT[1:], "tf_mirrored")))
 def test_large_leaves(name: str) -> None:
     """The words equal those of NumPy for the leaf in small pieces."""

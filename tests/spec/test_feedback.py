@@ -133,6 +133,7 @@ def test_a_new_replica_has_no_residual_of_an_old_one(around: Callable[[gc.Reduct
             np.testing.assert_array_equal(tree.flatten(part)[0][i], np.full(SHAPE, residual, np.float32))
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_window_after_an_exact_exchange_begins_with_minus_0(n: int) -> None:
@@ -182,6 +183,7 @@ def test_bad_input(name: str) -> None:
         BAD[name]()
 
 
+@pytest.mark.full
 def test_what_is_not_finite_leaves_no_residual() -> None:
     import jax
     import jax.numpy as jnp
@@ -199,6 +201,7 @@ def test_what_is_not_finite_leaves_no_residual() -> None:
     np.testing.assert_array_equal(residual, np.zeros((2, *SHAPE), np.float32))
 
 
+@pytest.mark.full
 def test_a_training_step_keeps_the_residual() -> None:
     """`optax.accumulate` and `train_step` hold the wire's rounding error after each update."""
     import jax

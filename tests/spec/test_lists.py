@@ -10,7 +10,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
-from tests.spec.selection import FULL, unrolled
+from tests.spec.selection import unrolled
 
 SIZE = 40_000
 """Size of a leaf that spans several NumPy blocks and that TensorFlow compiles."""
@@ -89,8 +89,9 @@ def test_a_long_list_is_added_in_blocks_to_the_same_bits(order: Any) -> None:
         np.testing.assert_array_equal(exact.bits(np.asarray(result)), exact.bits(total / weight))
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("tensorflow")
-@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("xla", [False, True])
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_long_list_has_the_derivatives_of_its_terms(order: Any, xla: bool) -> None:
     import tensorflow as tf

@@ -115,6 +115,7 @@ def expected() -> dict[str, float]:
     return {name: float(exact.round_to(truth())) for name, (_, truth) in LOSSES.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(
     "name",

@@ -34,6 +34,7 @@ def in_one_pass(env: modes.Env, data: Any) -> Any:
     return acc.value(gc.merge_replicas(WAYS, state, env.collective))
 
 
+@pytest.mark.full
 def test_several_reductions_in_one_tree(replicated: modes.Mode) -> None:
     """Token-weighted gradients and loss, summed token counts and maximum amax of 2 microbatches on 2 replicas."""
     tokens = np.int32([[1, 3], [0, 4]])

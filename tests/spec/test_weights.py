@@ -202,6 +202,7 @@ MEANS = {np.nan: np.nan, np.inf: np.nan, -1: np.nan, 0: 8, 0.5: 6, 1: 5, 2: 4}
 """The mean of 2 with this weight and 8 with weight 1."""
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", FLOATS)
 def test_traced_weights_of_narrow_floats(name: str) -> None:
@@ -216,6 +217,7 @@ def test_traced_weights_of_narrow_floats(name: str) -> None:
     assert {0.5, 1, 2} <= set(held)
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("weight", [2**31, 2**31 + 1, 2**32 - 1, 2**40, 3 * 2**40])
 def test_a_known_integer_that_may_be_left_out_stays_whole(weight: int) -> None:

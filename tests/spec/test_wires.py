@@ -123,8 +123,9 @@ def check(mode: modes.Mode, program: Reduce, n: int) -> None:
             np.testing.assert_array_equal(received, summed(wire, xs, to), err_msg=f"{name}, {leaf}, {to}")
 
 
+@pytest.mark.full
 @unrolled
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_sums_over_replicas(replicated: modes.Mode, n: int) -> None:
     """Rounds twice in parts, once for gathered leaves, never for wide leaves; all replicas have the same bits."""
     check(replicated, FEW if n == 8 else ALL, n)
@@ -154,6 +155,7 @@ def special(n: int) -> list[Any]:
     return [dict.fromkeys(SHAPES, x) for x in leaf]
 
 
+@pytest.mark.full
 @unrolled
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_is_not_finite_arrives(replicated: modes.Mode, n: int) -> None:
@@ -210,6 +212,7 @@ def test_stochastic_rounding(name: str) -> None:
 STOCHASTIC = gc.reductions.sum(wire=wires.cast("bfloat16", "stochastic"))
 
 
+@pytest.mark.full
 @unrolled
 def test_stochastic_rounding_over_replicas(replicated: modes.Mode) -> None:
     """The codes of each rank are a function of its data; computed in NumPy for two replicas."""
@@ -246,6 +249,7 @@ class Others:
 OTHERS = Others()
 
 
+@pytest.mark.full
 @unrolled
 def test_other_reductions_and_windows(replicated: modes.Mode) -> None:
     """257 needs nine bits, and bfloat16 has eight; a window sends 4 * 257 and divides by 8 at the end."""
@@ -289,6 +293,7 @@ def test_leaves_that_stay_wide_may_be_of_any_kind() -> None:
         reduction.init({"n": np.int32(3)})
 
 
+@pytest.mark.full
 def test_derivatives_pass_through() -> None:
     """Derivatives ignore the rounding of the wire: each gradient is ones."""
     import jax
@@ -302,6 +307,7 @@ def test_derivatives_pass_through() -> None:
     np.testing.assert_array_equal(jax.grad(loss)(x), np.ones((2, 4, 4), np.float32))
 
 
+@pytest.mark.full
 def test_sharded_sums_and_gathered_shards() -> None:
     """`zero` sends each part once and gathers only what it is asked to."""
     import jax

@@ -45,6 +45,7 @@ def window(name: str, steps: int) -> Any:
     return state
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "name"),

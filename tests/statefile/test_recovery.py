@@ -98,6 +98,7 @@ def test_what_was_saved_stays_on_the_disk_whoever_goes_on_with_it(tmp_path: Path
         assert train(folder, size, lambda: None)["w"].tobytes() == unbroken()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (4, 1)])
 def test_a_run_that_ends_at_any_place_goes_on_to_the_same_bits(tmp_path: Path, before: int, after: int) -> None:
     for place in range(WINDOWS * (COUNT + 1)):

@@ -101,17 +101,15 @@ OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
 }
 
 
-SLOW = ("measured", "numbered", "per_leaf", "differentiable", "ratios")
-"""Wrappers of another reduction, which is checked separately."""
-
-
-@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in SLOW else x for x in OBEYED])
+@pytest.mark.sampled
+@pytest.mark.parametrize("examples", [5, 50])
+@pytest.mark.parametrize("name", OBEYED)
 def test_the_library_obeys_its_laws(name: str, examples: int) -> None:
     for reduction, settings in OBEYED[name]:
         check_reduction(reduction, **settings, examples=examples)
 
 
+@pytest.mark.full
 def test_an_adaptive_sum_depends_on_the_grouping() -> None:
     with pytest.raises(BrokenLaw, match="merge is associative"):
         check_reduction(reductions.adasum(), ulps=64)
@@ -151,6 +149,7 @@ def _shortcut(**changed: Any) -> gc.Reduction:
     return type("Wrong", (Wrapper,), methods)(_summed())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("broken", "law", "smallest"),
     [
@@ -177,16 +176,12 @@ def _shortcut(**changed: Any) -> gc.Reduction:
             [([0, 1], 1), ([0, 1], 2)],
         ),
         (_summed(update=lambda s, x, w: s + x), "twice the weight", [([0, 0], 1), ([0, 1], 1)]),
-        pytest.param(
-            *(_summed(update=lambda s, x, w: s + w * w * x), "twice the weight", [([0, 0], 1), ([0, 1], 1)]),
-            marks=pytest.mark.full,
-        ),
+        (_summed(update=lambda s, x, w: s + w * w * x), "twice the weight", [([0, 0], 1), ([0, 1], 1)]),
         (_shortcut(clear=lambda s: s), "clear gives the empty state", [([0, 0], 1)]),
-        pytest.param(
+        (
             _shortcut(combine=lambda values, weights, order: values[0] * np.float32(weights[0])),
             "a list, time, replicas",
             None,
-            marks=pytest.mark.full,
         ),
     ],
 )
@@ -213,6 +208,7 @@ def _held(x: Any, most: float) -> Any:
     return np.clip(x, np.float32(-most), np.float32(most))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "broken",
     [

@@ -54,13 +54,14 @@ GRADIENTS = [[np.float32([2 * r - 2, r + 1]), np.float32(r - 4)] for r in range(
 SETS = {"all": None, "some": [3, 0, 2]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("framework", "ranks"),
     [
         ("jax", "some"),
         ("tensorflow", "some"),
-        pytest.param("jax", "all", marks=pytest.mark.full),
-        pytest.param("tensorflow", "all", marks=pytest.mark.full),
+        ("jax", "all"),
+        ("tensorflow", "all"),
     ],
 )
 def test_each_op(framework: str, ranks: str) -> None:
@@ -116,6 +117,7 @@ def test_factors(framework: str) -> None:
             np.testing.assert_array_equal(np.asarray(result[case]), expected, err_msg=case)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["average", "sum", "product", "adasum"])
 def test_compressed_gradients(op: Any) -> None:
     """2049 needs twelve bits; float16 has eleven. Integers are not compressed."""

@@ -139,6 +139,7 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
     np.testing.assert_allclose(params, first - np.float32(means[1] + 0.5 * means[0])[:, None], 1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("over", [gc.LOCAL, OVER], ids=["local", "data"])
 @pytest.mark.parametrize("every", [2, gc.UNTIL_FLUSH], ids=["two", "until flush"])
 def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None:

@@ -71,6 +71,7 @@ def mlp() -> eqx.nn.MLP:
     return eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("k", [1, 4, 5])
 def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
@@ -88,6 +89,7 @@ def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
         chex.assert_trees_all_close(grads, expected, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
     model = WithState(nnx.Rngs(0))
@@ -119,6 +121,7 @@ def test_keys_of_random_streams_do_not_replace_a_missing_argument() -> None:
         value_and_grad(made, 2)(Drop(), x)
 
 
+@pytest.mark.full
 def test_each_microbatch_has_keys_of_its_own() -> None:
     class Drop(nnx.Module):
         def __init__(self) -> None:
@@ -205,6 +208,7 @@ def test_state_changes_where_a_window_ends() -> None:
     np.testing.assert_allclose(model.norm.mean[...], 0.5 * before + 0.5 * X[:8].astype(np.float64).mean(0), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_steps_within_the_jit_of_their_library() -> None:
     step = train_step(loss, optax.sgd(0.1), every=2)
     models = []

@@ -55,6 +55,7 @@ def nesterov(**settings: Any) -> Any:
     return outer(optax.sgd(1.0, momentum=0.5, nesterov=True), EVERY, OVER, order="tree", **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_mesh_has_the_bits_of_a_simulation(n: int, fragments: int) -> None:
@@ -71,6 +72,7 @@ def test_a_mesh_has_the_bits_of_a_simulation(n: int, fragments: int) -> None:
                 np.testing.assert_allclose(ours["outer"][name][island], theirs["outer"][name], **bound)
 
 
+@pytest.mark.full
 def test_nothing_moves_between_exchanges() -> None:
     """The outer parameters of each fragment change only at the end of its window."""
     added, weights = moves(2), np.ones((2, STEPS), np.float32)
@@ -83,6 +85,7 @@ def test_nothing_moves_between_exchanges() -> None:
     assert changed == [set(), {"b", "c"}, set(), {"a"}] * 2
 
 
+@pytest.mark.full
 def test_a_lost_island_changes_nothing() -> None:
     """An island with weight 0 and NaN parameters changes no bits and gets the outer parameters at the end."""
     added, weights = moves(2), np.ones((2, STEPS), np.float32)
@@ -109,6 +112,7 @@ def test_an_island_that_joins_begins_from_the_outer_parameters() -> None:
     np.testing.assert_array_equal(weight, [[0], [3]])
 
 
+@pytest.mark.full
 def test_through_a_wire() -> None:
     """The islands' changes are sent in eight bits, and all islands end with the same bits."""
     added = {"w": np.random.default_rng(1).normal(size=(2, 64, 64)).astype(np.float32)}

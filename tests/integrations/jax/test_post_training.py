@@ -137,6 +137,7 @@ def objective(**settings: Any) -> Loss:
     return Loss(loss, terms=OVER, aux_reduction=AUX, **settings)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("totals", [None, "counted"])
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_in_a_scan(k: int, totals: Any) -> None:
@@ -156,6 +157,7 @@ def test_over_calls(k: int) -> None:
     as_expected(metrics, k)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2])
 def test_over_replicas(k: int) -> None:
     on = mesh(4, "data", AxisType.Explicit)
@@ -219,6 +221,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REFUSED)
 def test_mistakes_are_named(name: str) -> None:
     call, message = REFUSED[name]

@@ -41,6 +41,7 @@ def whole(w: Any, x: Any, mask: Any) -> LossOutput:
     return LossOutput(ratios(w, x, mask))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", [ratios, whole], ids=["a dict", "a LossOutput"])
 @pytest.mark.parametrize("totals", [None, "counted"])
 def test_ratios_are_sums_and_counts(form: Any, totals: Any) -> None:

@@ -190,6 +190,7 @@ def on_mesh(kind: AxisType, *values: Any, spec: P | None = None) -> list[Any]:
     return [jax.device_put(x, sharding) for x in values]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
     settings: dict[str, Any] = {"over": gc.jax_axis("data"), "reduction": reductions.mean("exact")}
@@ -209,6 +210,7 @@ def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
     np.testing.assert_array_equal(state["a"].params, whole.flush(v, expected)[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
     """A window moves from four replicas to one and back."""
@@ -228,6 +230,7 @@ def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(applied(four, there), applied(four, expected))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", histories.PRECISION)
 def test_random_histories_lose_nothing_and_count_nothing_twice(order: Any) -> None:
     among = histories.services(order)

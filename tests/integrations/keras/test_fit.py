@@ -60,6 +60,7 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
     assert int(model.optimizer.iterations) == 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
 def test_the_callback_weighs_the_smaller_last_batch(settings: dict[str, Any]) -> None:
     """11 rows in microbatches of 2 (the last of 1) train like batches of 8 and 3; all sums are exact."""
@@ -103,6 +104,7 @@ MAKE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", named(("scale inside",), MAKE))
 def test_a_file_resumes_in_the_middle_of_a_window(make: Any, tmp_path: Path) -> None:
     model = linear(make())

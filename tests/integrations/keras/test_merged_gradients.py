@@ -99,16 +99,18 @@ def trained(way: str, make: Callable[[], Any], having: int) -> tuple[list[bytes]
 FULL = pytest.mark.full
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize("way", ["step", "optimizer"])
-@pytest.mark.parametrize("having", [3, pytest.param(2, marks=FULL)])
-@pytest.mark.parametrize("name", ["adamw", "several in a loss scale", *(pytest.param(x, marks=FULL) for x in LESS)])
+@pytest.mark.parametrize("having", [3, 2])
+@pytest.mark.parametrize("name", ["adamw", "several in a loss scale", *LESS])
 def test_merged_gradients_are_exchanged_once(way: str, having: int, name: str) -> None:
     received, elements = trained(way, MAKE[name], having)
     assert received == expected(MAKE[name], having)
     assert elements == sum(SIZES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["step", "optimizer"])
 @pytest.mark.parametrize("name", OF_USERS)
 def test_an_optimizer_that_may_sum_elsewhere_sums(way: str, name: str) -> None:
@@ -117,6 +119,7 @@ def test_an_optimizer_that_may_sum_elsewhere_sums(way: str, name: str) -> None:
     assert elements == 2 * sum(SIZES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["step", "optimizer"])
 @pytest.mark.parametrize("renamed", ["_all_reduce_sum_gradients", "_backend_update_step"])
 def test_another_version_of_keras_sums(monkeypatch: pytest.MonkeyPatch, way: str, renamed: str) -> None:

@@ -191,6 +191,7 @@ def test_replicas_count_by_their_examples_in_fit() -> None:
     assert all(abs(a - b) <= abs(b) * Fraction(1, 2**22) for a, b in zip(received, exact, strict=True))
 
 
+@pytest.mark.full
 def test_replicas_of_different_shares_without_weights_warn() -> None:
     """Windows of one microbatch: the replicas have 2 and 2 examples, then 2 and 1."""
     with mirrored().scope():
@@ -251,11 +252,12 @@ def windows(model: Any) -> list[list[bytes]]:
     return [[np.asarray(x).tobytes() for x in window.values(variable)] for variable in window.variables]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "order"),
     [
-        pytest.param(2, 2, "sequential", marks=pytest.mark.full),
-        pytest.param(1, 2, "sequential", marks=pytest.mark.full),
+        (2, 2, "sequential"),
+        (1, 2, "sequential"),
         (2, 1, "tree"),
         pytest.param(2, 1, "sequential", marks=pytest.mark.slow),
         pytest.param(2, 2, "tree", marks=pytest.mark.slow),
@@ -320,6 +322,7 @@ def test_weights_of_one_of_several_windows_are_refused() -> None:
     assert windows(model) == before
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize("having", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("ends", ["call", "flush"])

@@ -92,6 +92,7 @@ SILENT: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", SILENT)
 def test_what_is_no_mean_of_means_is_silent(case: str) -> None:
     make, data, settings = SILENT[case]
@@ -124,6 +125,7 @@ def test_a_scaled_optimizer_warns() -> None:
     warned(model, batches(4, 3))
 
 
+@pytest.mark.full
 def test_the_warning_changes_no_bits() -> None:
     trained = []
     for callbacks in ([], [Ones()]):

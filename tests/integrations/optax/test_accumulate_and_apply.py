@@ -50,9 +50,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x == "exact" else x for x in SETTINGS])
-@pytest.mark.parametrize("flush", [pytest.param(NONE, id="", marks=pytest.mark.full), pytest.param(LAST, id="flush")])
-@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.full), True], ids=["eager", "jit"])
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("flush", [LAST, NONE], ids=["flush", ""])
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_the_parameters_of_the_transformation(name: str, flush: list[bool], jit: bool) -> None:
     expected, received = history(SETTINGS[name], flush, jit)
     assert received == expected

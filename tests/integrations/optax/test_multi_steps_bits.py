@@ -81,6 +81,7 @@ QUICK = (1, 4)
 """Clipping, weight decay, a schedule and a skip rule; and bfloat16."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     [

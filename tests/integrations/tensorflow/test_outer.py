@@ -14,7 +14,7 @@ import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.integrations.tensorflow import Outer
 from tests.integrations.islands import EVERY, FRAGMENTS, SHAPES, STEPS, moves, ruled, seen_by, start
-from tests.integrations.tensorflow.strategies import FULL, Counting, central, local, mirrored, per_replica, scope
+from tests.integrations.tensorflow.strategies import Counting, central, local, mirrored, per_replica, scope
 
 pytestmark = pytest.mark.needs("tensorflow")
 
@@ -59,8 +59,9 @@ def assert_bits(strategy: Any, islands: Outer, variables: list[Any], expected: A
             np.testing.assert_array_equal(received, expected["params"][rank][name], f"{name} {rank}", strict=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("name", ["none", "mirrored_2", pytest.param("mirrored_4", marks=FULL)])
+@pytest.mark.parametrize("name", ["none", "mirrored_2", "mirrored_4"])
 def test_a_strategy_has_the_bits_of_a_simulation(name: str, fragments: int) -> None:
     with scope(name) as strategy:
         n = strategy.num_replicas_in_sync
@@ -129,6 +130,7 @@ def test_through_a_wire() -> None:
     assert 0 < error <= np.abs(added).max() / 128  # half a quantization step of 7 bits; each is rounded once
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["none", "mirrored_2"])
 def test_a_checkpoint_resumes_between_exchanges(name: str, tmp_path: Path) -> None:
     with scope(name) as strategy:

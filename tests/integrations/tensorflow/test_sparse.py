@@ -180,6 +180,7 @@ def test_slices_and_tensors_make_a_dense_sum_as_in_tensorflow() -> None:
     np.testing.assert_array_equal(gc.add_n([densify(x) for x in terms]), wanted)
 
 
+@pytest.mark.full
 def test_a_row_too_many_stops_a_function_that_checks() -> None:
     def run(overflow: Any) -> Any:
         reduction = row_sum(capacity=2, overflow=overflow)

@@ -103,6 +103,7 @@ def test_a_restored_window_is_applied_as_a_whole(
     assert values(variables) == ([3, 6, 1] if ends == "flush" else [2, 3, 1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", cases([("compiled",)], RUNS))
 def test_zeros_are_a_gradient_in_a_restored_window_and_in_later_ones(run: str, tmp_path: Path) -> None:
     """Weight decay and Adam's moments treat them as Keras does, where a gradient of None skips the variable."""
@@ -119,6 +120,7 @@ def test_zeros_are_a_gradient_in_a_restored_window_and_in_later_ones(run: str, t
     assert values(expected)[1:] == [0.5625, 1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", cases([("function",)], RUNS))
 def test_a_gradient_of_an_earlier_window_is_not_forgotten(run: str, tmp_path: Path) -> None:
     """Its momentum continues after a restart as without one."""
@@ -138,6 +140,7 @@ def test_a_gradient_of_an_earlier_window_is_not_forgotten(run: str, tmp_path: Pa
     assert results == [[-1.5, -0.5, 1]] * 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["none", "mirrored_2"])
 def test_the_function_that_ends_a_window_need_not_have_been_traced_last(strategy: str) -> None:
     with scope(strategy):
@@ -149,6 +152,7 @@ def test_the_function_that_ends_a_window_need_not_have_been_traced_last(strategy
     assert values(variables) == [0.25, 0.5, 1]
 
 
+@pytest.mark.full
 def test_a_gradient_that_was_traced_and_never_run_is_none() -> None:
     step, variables = made(keras.optimizers.SGD(1.0, weight_decay=0.5), None, 1.0)
     train = tf.function(step)
@@ -196,6 +200,7 @@ def test_slots_of_a_variable_without_gradient_are_kept_as_by_keras(
         np.testing.assert_allclose(x.numpy(), y.numpy(), rtol=1e-5, err_msg=x.path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", ["eager", "function"])
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_gradient_on_the_second_replica_alone_is_one(restored: bool, run: str, tmp_path: Path) -> None:
@@ -230,6 +235,7 @@ def test_an_earlier_checkpoint_holds_the_optimizer_as_well(tmp_path: Path) -> No
         assert values(step._optimizer.momentums) == [-1, -1, 0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "run"),
     [("max", "eager"), ("max", "function"), ("max", "compiled"), ("min", "function"), ("product", "compiled")],

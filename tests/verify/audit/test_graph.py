@@ -240,6 +240,7 @@ CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("defect", [True, False], ids=["defect", "clean"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> None:

@@ -204,6 +204,7 @@ def read(path: Path) -> str:
     return text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["text", "module", "dump"])
 def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     """Complete files of all types give the same program; truncated ones raise."""

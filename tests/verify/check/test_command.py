@@ -203,6 +203,7 @@ def words(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.strip(" \u2500")]
 
 
+@pytest.mark.full
 def test_the_fixtures_read_like_the_command(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     pytester.makepyfile(steps_to_check=STEPS)
@@ -228,6 +229,7 @@ def test_the_fixtures_read_like_the_command(pytester: pytest.Pytester, monkeypat
     )
 
 
+@pytest.mark.full
 @pytest.mark.needs("tensorflow")
 def test_what_an_audit_cannot_decide_does_not_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))

@@ -193,8 +193,9 @@ def test_a_step_may_donate_its_state() -> None:
     assert jax.random.uniform(state.key) >= 0, "the key is the caller's still"
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "optax", "flax", "equinox")
-@pytest.mark.parametrize("right", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.parametrize("right", [True, False])
 def test_a_step_may_change_its_state_and_return_metrics_alone(right: bool) -> None:
     make_step, state = in_place(right)
 

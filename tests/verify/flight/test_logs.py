@@ -56,6 +56,7 @@ def run(*arguments: Any) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.full
 def test_a_thousand_flipped_bits_are_found_and_located(tmp_path: Path) -> None:
     clean, rng = write(tmp_path / "a.log", CLEAN).read_bytes().splitlines(True), np.random.default_rng(0)
     paths = [f"{stage}/{name}" for stage in sorted(LIKE) for name in sorted(SHAPES)]
@@ -200,6 +201,7 @@ def test_names_of_two_frameworks_and_rules(tmp_path: Path) -> None:
     assert (compared(a, b, rules).compared, compared(a, b, rules).passes) == (2, True)
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow")
 def test_logs_of_every_kind_of_step_are_the_same(tmp_path: Path) -> None:
     """jit on one and four devices, shard_map, tf.function, MirroredStrategy, and callbacks."""

@@ -40,23 +40,22 @@ HALVED: Any = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
 DECAYING = keras.optimizers.SGD(HALVED)
 
 
-@pytest.mark.parametrize("inner", [ADAM, pytest.param(keras.optimizers.SGD(0.1, momentum=0.9), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("inner", [ADAM, keras.optimizers.SGD(0.1, momentum=0.9)])
 def test_clipping_decay_and_bias_correction_happen_once_a_window(inner: Any) -> None:
     report = check(ALIKE, inner, accumulating())
     assert report.passes, str(report)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("batch", "inner", "wrap", "cause", "window"),
     [
         (FULL, ADAM, accumulating(), Cause.MEAN_OF_MEANS, 0),
         (ALIKE, DECAYING, accumulating(), Cause.COUNTED, 0),
-        pytest.param(ALIKE, ADAM, accumulating(), Cause.LEAKS, 2, marks=pytest.mark.full),
+        (ALIKE, ADAM, accumulating(), Cause.LEAKS, 2),
         (ALIKE, ADAM, accumulating(gradient_accumulation_steps=2), Cause.WINDOW, 0),
-        pytest.param(
-            *(ALIKE, keras.optimizers.SGD(0.1), accumulating(clipnorm=0.1), Cause.CHANGED_MEAN, 0),
-            marks=pytest.mark.full,
-        ),
+        (ALIKE, keras.optimizers.SGD(0.1), accumulating(clipnorm=0.1), Cause.CHANGED_MEAN, 0),
         (ALIKE, keras.optimizers.SGD(0.1), accumulating(weight_decay=0.1), Cause.CHANGED_AFTER, 0),
     ],
 )
@@ -88,6 +87,7 @@ def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
     assert "not checked: accuracy, since the step rounds to a dtype narrower" in str(report)
 
 
+@pytest.mark.full
 def test_a_model_of_keras_is_a_loss() -> None:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])

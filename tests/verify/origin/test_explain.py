@@ -108,15 +108,12 @@ def token_mean() -> Any:
     return gc.mean([tf.constant(x) for x in one("kernel")], WEIGHTS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
         (add_n, "sum, added by AddN (tf.add_n on CPU), in float32"),
-        pytest.param(
-            multi_steps,
-            "Welford's mean (optax.MultiSteps), added one after another, in float32",
-            marks=pytest.mark.full,
-        ),
+        (multi_steps, "Welford's mean (optax.MultiSteps), added one after another, in float32"),
         (psum, "sum, added by psum over 4 ranks, split into blocks, in float32"),
         (scan_in_bfloat16, "sum, added one after another, in bfloat16"),
         (mean_of_reciprocals, "sum of each * (1 / n), added one after another, in float32"),
@@ -223,6 +220,7 @@ def test_bad_input_is_named(arguments: Any, message: str) -> None:
         explain(*arguments)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
 def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:
     """Products with integers are exact, products with floats are rounded: each result matches only its weights."""

@@ -147,6 +147,7 @@ def test_an_nvlink_switch_truncates_bfloat16() -> None:
     assert str(first.candidate) == "sum, added in any order, by NVLS over 3 ranks, in bfloat16"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize(("leaf", "place"), [("w", -1), ("w", 0), ("w", -9), ("b", 2), ("one", 0)])

@@ -67,6 +67,7 @@ def run(code: str, loss: Callable[..., Any] | Loss, window: np.ndarray, mesh: Me
 QUICK = ("flush+zero2", "every+zero1", "accumulate")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if way_of(name).name in QUICK else pytest.mark.full) for name in DEFAULT]
 )
@@ -81,6 +82,7 @@ def test_the_code_of_a_strategy_computes_the_step_of_the_whole_batch(name: str) 
     assert (got["w"][:, 1] == 0).all() and got["b"] == -0.5
 
 
+@pytest.mark.full
 def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_is_seen() -> None:
     wide = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(2)}
 
@@ -139,9 +141,10 @@ def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
     assert all(words[row.name] in row.refused and row.compiled is None for row in others)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["flush+zero2", *(pytest.param(x, marks=pytest.mark.full) for x in ("window", "every", "zero2", "accumulate"))],
+    ["flush+zero2", "window", "every", "zero2", "accumulate"],
 )
 def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -> None:
     """Weights of 0, 1 and 2 that sum to a power of two; the unweighted mean would differ."""

@@ -253,6 +253,7 @@ WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_people_return_and_pass(name: str) -> None:
     make, params, batch, options, cause, detail = WRITTEN[name]
@@ -354,6 +355,7 @@ def normalised(k: int) -> Any:
     return step
 
 
+@pytest.mark.full
 def test_rows_of_another_batch_may_have_the_shape_of_a_parameter() -> None:
     """Six rows of activations have the shape of the second matrix: a gradient is not recognized by shape alone."""
     rng = np.random.default_rng(1)

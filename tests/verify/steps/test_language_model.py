@@ -176,6 +176,7 @@ def of(names: Iterable[str]) -> Any:
     return pytest.mark.parametrize(("name", "setting"), [pytest.param(*case, marks=marks) for case, marks in marked])
 
 
+@pytest.mark.full
 @of(DEFECTS)
 def test_a_planted_defect_is_named(name: str, setting: str) -> None:
     cause, trainer = DEFECTS[name]
@@ -191,6 +192,7 @@ def test_a_harmless_change_passes(name: str, setting: str) -> None:
     assert report.passes, report
 
 
+@pytest.mark.full
 def test_terms_that_are_not_those_of_the_step_are_refused() -> None:
     trainer = lm.Trainer(aux=lm.AUX)
 

@@ -205,6 +205,7 @@ STEPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
 CAUSES = {"narrow": Cause.PRECISION, "divided too": Cause.SCALED}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STEPS)
 def test_the_line_is_named(name: str) -> None:
     make_step, params, settings = STEPS[name]
@@ -380,6 +381,7 @@ def updated(make_gradient: Any, k: int) -> Any:
     return jax.jit(step)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make_step", [by_tokens, by_each])
 @pytest.mark.parametrize("hides", [False, True], ids=["gradients", "Adam's first step"])
 def test_the_line_that_divides_a_term(make_step: Any, hides: bool) -> None:
@@ -391,12 +393,14 @@ def test_the_line_that_divides_a_term(make_step: Any, hides: bool) -> None:
     assert fault.line == f"{Path(__file__).relative_to(Path.cwd())}:{here}"
 
 
+@pytest.mark.full
 def test_a_difference_without_a_cause_that_adams_first_step_hides_is_no_pass() -> None:
     report = check_step(partial(updated, by_each), GATED, BATCH, microbatches=(4,), returns="params")
     assert report.verdict is Verdict.CANNOT_TELL
     assert "gradients that reach the optimizer" in report.not_checked[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tx", [None, optax.sgd(0.1), optax.adamw(1e-2)], ids=["gradients", "sgd", "adamw"])
 def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
     """As with rows padded to the longest: in one batch, the weights of the examples sum to less than 1."""

@@ -136,6 +136,7 @@ def both(function: Function, dtype: Any) -> Any:
     return jax.jit(run)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_program_of_any_precision_runs_in_float64(name: str, dtype: Any) -> None:
@@ -152,6 +153,7 @@ def test_a_program_of_any_precision_runs_in_float64(name: str, dtype: Any) -> No
 DRAWS = [jax.random.uniform, jax.random.normal, jax.random.gumbel, partial(jax.random.gamma, a=2)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("draw", DRAWS)
 def test_random_numbers_stay_those_of_the_program(draw: Any) -> None:
     def run(arrays: list[Any]) -> list[Any]:
@@ -215,7 +217,8 @@ NET = {"embedding": RNG.normal(size=(12, 8)).astype(np.float32), "kernel": RNG.n
 SGD = optax.sgd(0.1, momentum=0.5, accumulator_dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize("optimizer", [None, pytest.param(SGD, marks=pytest.mark.full)])
+@pytest.mark.sampled
+@pytest.mark.parametrize("optimizer", [None, SGD])
 @pytest.mark.parametrize(
     ("defect", "causes"), [("none", []), ("mean of means", [Cause.MEAN_OF_MEANS]), ("drop", [Cause.RANDOM])]
 )
