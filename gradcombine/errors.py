@@ -247,7 +247,7 @@ def require_file(expected: str, path: object) -> Path:
 def require_type(expected: str, value: object, cls: type[T], path: str = "") -> T:
     """Returns the value if it is an instance of ``cls``, else raises."""
     if not isinstance(value, cls):
-        raise invalid(expected, type(value).__name__, path)
+        raise invalid(expected, type_name(value), path)
     return value
 
 
@@ -287,7 +287,9 @@ def require_tuple(
 
 
 def type_name(value: Any) -> str:
-    """The name of a value's type, with the length of a list or tuple."""
+    """The name of a value's type, with the length of a list or tuple; of a class, its own name."""
+    if isinstance(value, type):
+        return f"{value.__name__}, not called"
     return type(value).__name__ + (f" of {len(value)}" if issubclass(type(value), (list, tuple)) else "")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradcombine.backends.registry import resolve
+from gradcombine.errors import invalid
 from gradcombine.types import Array, Scalar, Tree
 
 _AVERAGES = "_model_variables_moving_average"
@@ -18,6 +19,16 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
     inner = getattr(optimizer, "inner_optimizer", None)
     for nested in [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]:
         yield from with_inner(nested)
+
+
+def require_not_accumulating(optimizer: Any) -> None:
+    """Raises for an optimizer that accumulates gradients, or contains one that does."""
+    accumulates = any(hasattr(x, "flush") for x in with_inner(optimizer))
+    steps = max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer))
+    if accumulates:
+        raise invalid("an optimizer that does not accumulate already", type(optimizer).__name__)
+    if steps:
+        raise invalid("an optimizer without gradient_accumulation_steps", steps)
 
 
 def has_several(optimizer: Any) -> bool:

@@ -221,6 +221,7 @@ class Accumulate(Wrapper):
           them in this order: jax.jit pairs donated arguments with results by position.
         """
         settings.require_jax("stateless_apply")
+        self._built_window()
         with self._weights.set_to(self._weights.current if weight is None else weight):
             # Not super(), which in `ScaledAccumulate` is LossScaleOptimizer.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)

@@ -15,7 +15,7 @@ from gradcombine.errors import invalid
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.boundary import Update, overwrites
-from gradcombine.integrations.tensorflow.inputs import dense_gradient, require_context, require_synchronous
+from gradcombine.integrations.tensorflow.inputs import dense_gradients, require_context, require_synchronous
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
@@ -51,8 +51,8 @@ class TensorflowWindow(KerasWindow):
     @tf.autograph.experimental.do_not_convert
     def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
         require_context(self._strategy, of_replicas=True)
-        pairs = zip(gradients, self._targets, strict=True)
-        unscaled = [self._unscaled(dense_gradient(x, target), target) for x, target in pairs]
+        pairs = zip(dense_gradients(gradients, self._targets), self._targets, strict=True)
+        unscaled = [self._unscaled(x, target) for x, target in pairs]
         pending, full = self._windows.contributed(self.parts.split(unscaled), weight)
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]

@@ -21,7 +21,7 @@ from gradcombine.errors import (
     translate_errors,
     within,
 )
-from gradcombine.integrations.keras_optimizers import with_inner
+from gradcombine.integrations.keras_optimizers import require_not_accumulating
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import DType, Leaf, Precision, Scalar, Tree
 from gradcombine.wires import Wire
@@ -33,13 +33,18 @@ def require_jax(method: str) -> None:
 
 
 def require_variables(variables: object) -> list[Any]:
-    """Returns a list of the variables; raises for other objects."""
+    """Returns a list of the variables; raises for other objects, and for a variable that is listed twice."""
     items = require_items("a list of variables", variables)
+    positions: dict[int, int] = {}
+    kind = keras.Variable if keras.backend.backend() == "jax" else object  # on TensorFlow also a tf.Variable
     for i, x in enumerate(items):
-        is_variable = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
+        has_value = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
         with within(f"[{i}]"):
-            if not is_variable:
+            if not (has_value and isinstance(x, kind)):
                 raise invalid("a variable", shown(x))
+            first = positions.setdefault(id(x), i)
+            if first != i:
+                raise invalid("each variable once", f"that of [{first}] again")
     return items
 
 
@@ -53,12 +58,7 @@ def inner_optimizer(argument: Any) -> Any:
     with translate_errors(expected, Exception, received=lambda: shown(argument)):
         optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
     require_type(expected, optimizer, keras.optimizers.Optimizer)
-    accumulates = any(hasattr(x, "flush") for x in with_inner(optimizer))
-    steps = max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer))
-    if accumulates:
-        raise invalid("an optimizer that does not accumulate already", type(optimizer).__name__)
-    if steps:
-        raise invalid("an inner optimizer without gradient_accumulation_steps", steps)
+    require_not_accumulating(optimizer)
     return optimizer
 
 

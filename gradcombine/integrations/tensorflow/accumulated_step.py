@@ -15,7 +15,7 @@ from gradcombine.errors import invalid, operation, require_equal, require_items,
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
-    dense_gradient,
+    dense_gradients,
     keras_optimizer,
     local_replicas,
     require_context,
@@ -291,7 +291,7 @@ class AccumulatedStep(WithSeen):
             gradient_lists, contributions = [gradients], [gradients]
         else:
             by_denominator, weights, weight, parts, outputs = self._terms.computed(compute, batch, totals, targets)
-            dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in by_denominator.items()}
+            dense = {name: dense_gradients(grads, targets) for name, grads in by_denominator.items()}
             gradient_lists, contributions = list(dense.values()), [self._terms.contribution(dense, weights), parts]
         if number is not None and self._window.reduction.microbatches is not None:
             weight, number = self._window.once(self._state.read(), weight, number)

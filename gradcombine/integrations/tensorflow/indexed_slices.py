@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import invalid, operation, require_equal, require_given
+from gradcombine.errors import invalid, operation, require_equal, require_given, translate_errors
 from gradcombine.sparse import RowSparse, row_sparse
 from gradcombine.types import Array, Scalar
 
@@ -79,15 +79,32 @@ def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
     Args:
       slices: the slices.
       shape: shape of the tensor; None: ``dense_shape``.
+
+    Raises:
+      GradCombineError: for another or no ``dense_shape``, and for slices that are not rows of the tensor. In a graph,
+        an index out of range raises tf.errors.InvalidArgumentError, and is dropped if XLA compiles the graph.
     """
+    known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+    stated = None if known is None else tuple(map(int, known))
     if shape is None:
-        if slices.dense_shape is None:
-            return tf.convert_to_tensor(slices)
-        known = tf.get_static_value(slices.dense_shape)
-        shape = slices.dense_shape if known is None else tuple(known)
+        shape = require_given("slices with a dense_shape", slices.dense_shape if stated is None else stated)
+    else:
+        shape = tuple(shape)
+        require_equal("slices of a tensor of shape {}", shape, shape if stated is None else stated)
+    if isinstance(shape, tuple):
+        _require_rows(slices, shape)
     # Not tf.convert_to_tensor, which warns about the memory of a dense tensor.
-    rows = tf.cast(slices.indices, tf.int64)[:, tf.newaxis]
-    return tf.tensor_scatter_nd_add(tf.zeros(shape, slices.values.dtype), rows, slices.values)
+    with translate_errors("indices of rows of the tensor", tf.errors.InvalidArgumentError):
+        rows = tf.cast(slices.indices, tf.int64)[:, tf.newaxis]
+        return tf.tensor_scatter_nd_add(tf.zeros(shape, slices.values.dtype), rows, slices.values)
+
+
+def _require_rows(slices: tf.IndexedSlices, shape: tuple[int, ...]) -> None:
+    """Raises for slices whose shapes are not those of rows; TensorFlow's scatter ends the process for some of them."""
+    indices, values = slices.indices.shape, slices.values.shape
+    is_vector = indices.rank in (None, 1) and shape != ()
+    if not is_vector or not values.is_compatible_with(indices.with_rank(1).concatenate(shape[1:])):
+        raise invalid(f"rows of a tensor of shape {shape}", f"values of shape {values} at indices of shape {indices}")
 
 
 def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:

@@ -3,22 +3,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.errors import invalid, require_function, require_tuple, require_type, within
+from gradcombine.errors import (
+    invalid,
+    require_function,
+    require_tuple,
+    require_type,
+    translate_errors,
+    type_name,
+    within,
+)
+from gradcombine.integrations.keras_optimizers import require_not_accumulating
 from gradcombine.integrations.tensorflow.indexed_slices import dense
-from gradcombine.types import Array, Leaf, Tree
+from gradcombine.types import Leaf, Tree
 
 
 def keras_optimizer(apply: Any) -> Any:
     """Returns the Keras optimizer if ``apply`` is one or a method of one, None for any other function."""
+    expected = "a Keras optimizer or a function"
     bound = getattr(apply, "__self__", None)
     owner = apply if bound is None else bound
-    if getattr(owner, "apply_gradients", None) is not None and getattr(owner, "built", None) is not None:
-        return owner
-    require_function("a Keras optimizer or a function", apply)
+    if getattr(owner, "apply_gradients", None) is not None:
+        if isinstance(owner, type):
+            raise invalid(expected, type_name(owner))
+        if getattr(owner, "built", None) is not None:
+            require_not_accumulating(owner)
+            return owner
+    require_function(expected, apply)
     return None
 
 
@@ -77,11 +92,20 @@ def checked_result(result: Tree, targets: list[Any]) -> tuple[Any, ...]:
     gradients, *rest = require_tuple("(gradients, weight) or (gradients, weight, outputs)", result, 2, 3)
     expected = f"a list of {len(targets)} gradients, one per variable"
     require_tuple(expected, gradients, len(targets), kinds=(list, tuple))
-    return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
+    return dense_gradients(gradients, targets), *rest
 
 
-def dense_gradient(gradient: Leaf, target: Any) -> Array:
-    """Converts a gradient to a dense tensor of its variable's shape; None stays None."""
-    if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
-        return tf.ensure_shape(gradient, target.shape)  # checked at run time
-    return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient
+def dense_gradients(gradients: Sequence[Leaf], targets: Sequence[Any]) -> list[Leaf]:
+    """Converts gradients to dense tensors of their variables' shapes; None stays None."""
+
+    def converted(gradient: Leaf, shape: Any) -> Leaf:
+        if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
+            with translate_errors(f"shape {tuple(shape)}", received=str(gradient.shape)):
+                return tf.ensure_shape(gradient, shape)  # checked at run time
+        return dense(gradient, shape) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+    results = []
+    for i, (gradient, target) in enumerate(zip(gradients, targets, strict=True)):
+        with within(f"[{i}]"):
+            results.append(converted(gradient, target.shape))
+    return results

@@ -21,6 +21,12 @@ def several(inner: Any) -> Any:
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
 
 
+def twice() -> None:
+    """A gradient for each of two mentions of a variable, of which one would be lost."""
+    variable = keras.Variable([1.0])
+    Accumulate(sgd(), 2).apply([tensor([1.0]), tensor([2.0])], [variable, variable])
+
+
 WITH_SEVERAL = pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12, the oldest supported version, has none"
 )
@@ -39,6 +45,11 @@ SEVERAL = [
         (lambda: Accumulate(Accumulate(sgd(), 2), 2), "does not accumulate already"),
         (lambda: Accumulate(sgd(), 2).apply([tensor([1.0])]), "an optimizer that is built"),
         (lambda: Accumulate(sgd(), 2).update_step(None, None, 1.0), "update_step"),
+        (
+            lambda: Accumulate(keras.optimizers.SGD, 2),
+            "a Keras optimizer, its name or its config, received SGD, not call",
+        ),
+        (lambda: twice(), r"leaf \[1\]: expected each variable once, received that of \[0\] again"),
         *(pytest.param(*case, marks=WITH_SEVERAL) for case in SEVERAL),
     ],
 )

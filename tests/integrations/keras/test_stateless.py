@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -77,6 +78,16 @@ def test_accumulators_that_jax_has_not_are_refused() -> None:
         pytest.raises(GradCombineError, match="accumulators of float64, for which JAX needs jax_enable_x64"),
     ):
         Accumulate(Replace(), 2, dtype="float64").build(matrix_and_vector())
+
+
+def test_what_it_cannot_train_is_refused() -> None:
+    optimizer = Accumulate(keras.optimizers.SGD(1.0), 2)
+    with pytest.raises(GradCombineError, match="Accumulate: expected an optimizer that is built"):
+        optimizer.stateless_apply([], [], [])
+    mutable = SimpleNamespace(assign=None, trainable=True)
+    for foreign in (mutable, SimpleNamespace(assign=mutable, trainable=True)):
+        with pytest.raises(GradCombineError, match=r"Accumulate: leaf \[0\]: expected a variable, received namespace"):
+            optimizer.build([foreign])
 
 
 X = np.arange(16, dtype=np.float32).reshape(8, 2)

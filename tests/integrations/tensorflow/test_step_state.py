@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import statefile
+from gradcombine.integrations.keras import Accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.verify import assert_equal_bits
 from tests.integrations.tensorflow.strategies import (
@@ -159,6 +160,10 @@ def test_a_failure_on_one_replica_leaves_all_windows_whole() -> None:
     np.testing.assert_array_equal(w.numpy(), exact_mean(2, range(2)), strict=True)
 
 
+def rows(indices: Any, values: Any, dense_shape: Any = (3,)) -> tf.IndexedSlices:
+    return tf.IndexedSlices(values, tf.constant(indices), tf.constant(dense_shape))
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -168,6 +173,12 @@ def test_a_failure_on_one_replica_leaves_all_windows_whole() -> None:
         (lambda g: ([g[:2]], 1), r"mean: leaf \[0\]: expected shape \(3,\), received \(2,\)"),
         (lambda g: ([tf.cast(g, tf.float64)], 1), r"mean: leaf \[0\]: expected dtype float32"),
         (lambda g: ([g], [1]), "mean: expected a finite weight that is not negative, received list"),
+        (lambda g: ([rows([0, 1], g)], 1), r"AccumulatedStep: leaf \[0\]: expected rows of a tensor of shape \(3,\)"),
+        (lambda g: ([rows([[0]], g[:1])], 1), r"leaf \[0\]: expected rows of a tensor of shape \(3,\)"),
+        (lambda g: ([rows([0], g[tf.newaxis])], 1), r"leaf \[0\]: expected rows of a tensor of shape \(3,\)"),
+        (lambda g: ([rows([3], g[:1])], 1), r"leaf \[0\]: expected indices of rows of the tensor"),
+        (lambda g: ([rows([-1], g[:1])], 1), r"leaf \[0\]: expected indices of rows of the tensor"),
+        (lambda g: ([rows([0], g[:1], [5])], 1), r"expected slices of a tensor of shape \(3,\), received \(5,\)"),
         (lambda g: ([None], 1), "expected a gradient for one variable or more, in this call or one before, received n"),
     ],
 )
@@ -180,6 +191,7 @@ def test_results_that_do_not_fit_are_refused(result: Any, message: str) -> None:
 
 def test_what_belongs_to_another_strategy_is_refused() -> None:
     outside, plain = tf.Variable(tf.zeros(3)), keras.optimizers.SGD()
+    accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
     unscoped = AccumulatedStep(given, [outside], replace, every=2)
     with mirrored(2).scope():
         inside = tf.Variable(tf.zeros(3))
@@ -193,6 +205,9 @@ def test_what_belongs_to_another_strategy_is_refused() -> None:
             (lambda: made(inside, plain), r"leaf .iterations: expected a variable created under"),
             (lambda: made(tf.ones(3)), "expected a variable, received EagerTensor"),
             (lambda: made(inside, 3), "expected a Keras optimizer or a function, received 3"),
+            (lambda: made(inside, keras.optimizers.SGD), "a Keras optimizer or a function, received SGD, not called"),
+            (lambda: made(inside, Accumulate(plain, 2)), "expected an optimizer that does not accumulate already"),
+            (lambda: made(inside, accumulating), "an optimizer without gradient_accumulation_steps, received 2"),
             (lambda: mirrored(2).run(step, args=(tf.ones(3), 1.0)), "received a call inside strategy.run"),
             (lambda: unscoped(tf.ones(3), 1.0), "received a call under another one"),
         ]
