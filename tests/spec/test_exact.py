@@ -119,6 +119,7 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.full
 @unrolled
 def test_all_modes_have_the_same_digits(mode: modes.Mode) -> None:
     """Holds for subnormal numbers and every exponent too, unlike plain sums."""

@@ -92,6 +92,7 @@ def run(name: str, kind: str) -> None:
 WEIGHTS = np.int32([3, 2**30 + 7, 0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", patterns(2, 2))
 @pytest.mark.parametrize("name", among(("numpy", "tf_function"), MODES))
 def test_modes(name: str, kind: str) -> None:

@@ -76,6 +76,7 @@ def all_kinds(n: int, size: int) -> np.ndarray:
     return np.concatenate(list(patterns(n, size).values()), axis=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("n", "kind"),
     [*((5, kind) for kind in patterns(2, 2)), (5000, ALL), pytest.param(2**16, ALL, marks=pytest.mark.slow)],
@@ -104,6 +105,7 @@ def test_both_states_have_one_result() -> None:
     np.testing.assert_array_equal(exact.bits(FEW.finalize(few)), exact.bits(MANY.finalize(many)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", among(("jax_scan",), ("numpy", "jax_scan")))
 def test_one_update_after_another(name: str) -> None:
     """Enough terms to settle twice; their digits would overflow otherwise."""
@@ -121,7 +123,7 @@ FULL = np.float32(2**16 - 2**-8)
 """A number whose top digit is the largest possible: its leading bit is the highest of a bin."""
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("absent", [[{"w": None}], [{"w": None}] * 2])
 def test_a_leaf_without_contributions_is_settled_with_the_others(absent: list[Any]) -> None:
     """The leaf has no contribution whenever the words must be settled."""

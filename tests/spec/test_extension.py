@@ -123,6 +123,7 @@ def observed(name: str, value: Any) -> list[Any]:
     return list(value) if name == "squares" else [value["w"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", among(QUICK, MODES))
 def test_what_is_defined_and_wrapped_is_the_same_in_every_place(name: str) -> None:
     """Includes traced weights, one of them 0, a leaf that is None, and a contribution with an infinity."""

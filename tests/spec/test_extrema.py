@@ -52,6 +52,7 @@ QUICK = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

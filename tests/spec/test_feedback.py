@@ -71,6 +71,7 @@ def exchanged(wire: Any, inputs: list[np.ndarray], in_parts: bool) -> tuple[np.n
     return total.reshape(SHAPE), [x.reshape(SHAPE) for x in left]
 
 
+@pytest.mark.full
 @unrolled
 @pytest.mark.parametrize("n", [2, 4])
 def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:

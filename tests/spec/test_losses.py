@@ -133,6 +133,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return {name: gc.all_reduce(ratio(), loss(data), over=env.collective) for name, (loss, _) in LOSSES.items()}
 
 
+@pytest.mark.full
 @pairwise(2, "name", "replicas", "packed")
 @pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=FULL) for n in (1, 3, 4, 5, 6, 7, 8))])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

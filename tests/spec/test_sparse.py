@@ -49,6 +49,7 @@ def test_one_replica(mode: modes.Mode, data: Any) -> None:
         sparse_data.check(result, sparse_data.expected(name, data, order), sparse_data.occurring(data))
 
 
+@pytest.mark.full
 @settings(max_examples=2)
 @given(data=contributions(4, FLOATS))
 def test_replicas_with_different_data(replicated: modes.Mode, data: Any) -> None:

@@ -225,6 +225,7 @@ QUICK_LOOPS = [
 ]
 
 
+@pytest.mark.sampled
 @needs_tensorflow
 @pytest.mark.parametrize(("name", "loop", "order"), cases(QUICK_LOOPS, LOOPED, LOOPS, ORDERS, pairwise=True))
 def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order: Any) -> None:

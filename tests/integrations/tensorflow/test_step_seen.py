@@ -175,6 +175,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "place"),
     cases([("adamw", PLACES[2]), ("averaged", PLACES[1]), ("sgd", PLACES[4])], OPTIMIZERS, PLACES),

@@ -115,6 +115,7 @@ QUICK = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.full) for x in FAULTS])
 def test_a_planted_fault_is_named(name: str) -> None:
     batch, accumulating, options, cause, window = FAULTS[name]
