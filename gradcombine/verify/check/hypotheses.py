@@ -49,7 +49,9 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     """
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     differing = tuple(np.flatnonzero(shares > 1).tolist())
-    order_dependent = () if standard.draws else standard.order_dependent
+    order_dependent = standard.order_dependent
+    if order_dependent and differing and _draws(standard, case):
+        order_dependent = []
     order_free = tuple(i for i in differing if i not in order_dependent)
     leaves = order_free or differing
     in_leaves, part = f"in {len(leaves)} of {len(shares)} leaves", case._replace(leaves=leaves)
@@ -132,8 +134,8 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     if case.leaves is not None or not standard.depends_on_order:
         return
     subject, k = standard.subject, case.split.microbatches
-    if not standard.draws:
-        yield Prediction(Cause.NEIGHBOURS, "no random numbers are drawn")
+    if not _draws(standard, case):
+        yield Prediction(Cause.NEIGHBOURS, "no random numbers are drawn, or they do not matter")
         return
     size = subject.examples // k if subject.examples % k == 0 else 1
     first = list(range(size))
@@ -147,6 +149,25 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
             text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
             yield Prediction(Cause.KEY, text)
     yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")
+
+
+def _draws(standard: Standard, case: Case) -> bool:
+    """Whether leaves that depend on the order of the examples vary even if all examples are copies of one.
+
+    Random numbers differ between numbers of copies, and between one batch of them and a division. Labels from
+    neighboring rows do not, nor does a queue in the state.
+    """
+    if not standard.draws:
+        return False
+    subject, n = standard.subject, standard.examples
+    leaves = standard.order_dependent or range(len(standard.names))
+    copies, half = (subject.rows([standard.heaviest] * m) for m in (n, n // 2))
+    try:
+        one, divided = (subject.run(x, copies, case.wide).floats for x in (ONE_BATCH, case.split))
+        results = [divided, subject.run(ONE_BATCH, half, case.wide).floats]
+    except (NotWide, GradCombineError):
+        return True
+    return all(standard.shares(one, x, case.wide)[leaves].max() > 1 for x in results)
 
 
 def padded(standard: Standard, case: Case) -> Iterator[Prediction]:

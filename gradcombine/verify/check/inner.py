@@ -1,9 +1,9 @@
 """Finds the gradient that reaches an optimizer inside the JAX program of a step that returns new parameters.
 
 The programs of one batch and of a division end with the same optimizer, i.e. with the same operations on values in the
-shapes of the parameters. The inputs of these last operations include the gradient: if the division's values replace
-them, one batch's program returns the division's result. A step that is cut off there returns gradients, and is
-explained as such.
+shapes of the parameters, with the same constant operands, so a division by the number of microbatches comes before it.
+The inputs of these last operations include the gradient: if the division's values replace them, one batch's program
+returns the division's result. A step that is cut off there returns gradients, and is explained as such.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import takewhile
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
-from gradcombine.verify.check.leaves import perturbation
+from gradcombine.verify.check.leaves import array_of, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
@@ -125,7 +125,7 @@ class Recorded:
 
     Attributes:
       rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values replaced.
-      operations: the operation and the shape of each value.
+      operations: the operation, the shape and the constant operands of each value.
       dependencies: the indices of the values that each is computed from, directly.
 
     Raises:
@@ -137,7 +137,7 @@ class Recorded:
             raise NotWide("it is not a JAX program")
         jax = import_module("jax")
         self._step, self._shapes = subject.step(split), {x.shape for _, x in subject.param_leaves}
-        self.operations: list[tuple[str, tuple[int, ...]]] = []
+        self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
         self.dependencies: list[Dependencies] = []
 
         def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
@@ -182,18 +182,20 @@ class Recorded:
         jax = import_module("jax")
         program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
         self.operations, self.dependencies = [], []
-        arguments = [*((x, None) for x in jax.tree.leaves(params)), *((x, ()) for x in jax.tree.leaves(batch))]
-
+        arguments = [Tracked(x) for x in jax.tree.leaves(params)]
+        arguments += [Tracked(x, ()) for x in jax.tree.leaves(batch)]
         results = self._evaluate(program, arguments, visit)
-        return jax.tree.unflatten(jax.tree.structure(shape), [x for x, _ in results])
+        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results])
 
     def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
         """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""
-        inputs = [*((x, None) for x in program.consts), *arguments]
+        inputs = [*(Tracked(x, constant=_hashed(x)) for x in program.consts), *arguments]
         values = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], inputs, strict=True))
 
         def read(variable: Any) -> Tracked:
-            return (variable.val, None) if hasattr(variable, "val") else values[variable]
+            if hasattr(variable, "val"):
+                return Tracked(variable.val, constant=_hashed(variable.val))
+            return values[variable]
 
         for x in program.jaxpr.eqns:
             operands = [read(v) for v in x.invars]
@@ -202,27 +204,48 @@ class Recorded:
             else:
                 functions, params = _bind_params(x)
                 with import_module("jax").named_scope(scope_of(x)):
-                    outputs = x.primitive.bind(*functions, *(value for value, _ in operands), **params)
-                known = [indices for _, indices in operands if indices is not None]
-                indices = tuple(dict.fromkeys(i for some in known for i in some)) if known else None
+                    outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
                 outputs = outputs if x.primitive.multiple_results else [outputs]
-                results = [self._recorded(x.primitive.name, y, indices, visit) for y in outputs]
+                results = [self._recorded(x.primitive.name, y, operands, visit) for y in outputs]
             values.update(zip(x.outvars, results, strict=True))
         return [read(v) for v in program.jaxpr.outvars]
 
-    def _recorded(self, operation: str, x: Any, indices: Dependencies, visit: Callable[[Any], Any]) -> Tracked:
-        is_float = import_module("jax").numpy.issubdtype(x.dtype, np.floating)
-        if indices is None or x.shape not in self._shapes or not is_float:
-            return x, indices
-        self.operations.append((operation, x.shape))
+    def _recorded(self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any]) -> Tracked:
+        constants = tuple(y.constant for y in operands if y.constant is not None)
+        sources = [y.dependencies for y in operands if y.dependencies is not None]
+        if not sources:
+            return Tracked(x, constant=hash((name, x.shape, constants)) if len(constants) == len(operands) else None)
+        indices = tuple(dict.fromkeys(i for some in sources for i in some))
+        if x.shape not in self._shapes or not import_module("jax").numpy.issubdtype(x.dtype, np.floating):
+            return Tracked(x, indices)
+        self.operations.append((name, x.shape, constants))
         self.dependencies.append(indices)
-        return visit(x), (len(self.operations) - 1,)
+        return Tracked(visit(x), (len(self.operations) - 1,))
 
 
 Dependencies: TypeAlias = tuple[int, ...] | None
 """Indices of the recorded values that a value is computed from; None if it does not depend on examples."""
 
-Tracked: TypeAlias = tuple[Any, Dependencies]
+Constants: TypeAlias = tuple[int, ...]
+"""Hashes of constants, or of the operations that compute them."""
+
+
+class Tracked(NamedTuple):
+    """A value in a program.
+
+    Attributes:
+      value: an array.
+      dependencies: the recorded values that it is computed from.
+      constant: hash of its value, or of the operations that compute it from constants; None if it is not constant.
+    """
+
+    value: Any
+    dependencies: Dependencies = None
+    constant: int | None = None
+
+
+def _hashed(x: Any) -> int | None:
+    return None if isinstance(x, import_module("jax").core.Tracer) else hash(array_of(x).tobytes())
 
 
 def _bind_params(equation: Any) -> tuple[Any, Any]:

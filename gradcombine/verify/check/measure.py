@@ -65,8 +65,11 @@ class Measured:
         self.wide, self.not_wide = self._in_float64(facts.draws)
         best, native = self._noise(self.wide is not None), self._noise(False)
         sizes = np.array([rms(x) for x in self.best.floats])
-        # A leaf that is 0 in exact arithmetic, such as the key bias of attention, only has noise in native precision.
-        self.noise = np.where(sizes > 2.0**-40 * sizes.max(initial=0), best, native)
+        # A leaf that is 0 in exact arithmetic, such as the key bias of attention, is the rounding of terms that cancel.
+        # If the loss is piecewise linear, no change of the inputs shows it: it is measured against the largest leaf.
+        is_zero = sizes <= 2.0**-40 * sizes.max(initial=0)
+        native = np.where(is_zero, np.maximum(native, self.unit * sizes.max(initial=0)), native)
+        self.noise = np.where(is_zero, native, best)
         if subject.returns_params:
             stored = np.zeros_like(self.noise)
             stored[: len(subject.param_leaves)] = [self.unit * rms(x) for _, x in subject.param_leaves]

@@ -23,9 +23,8 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
 
     They are also seen if all examples are copies of one.
     """
-    subject, one, weights = standard.subject, standard.best.floats, standard.weights
-    row = 0 if weights is None else standard.units[int(np.argmax(weights))][0]
-    copies = subject.rows([row] * standard.examples)
+    subject, one = standard.subject, standard.best.floats
+    copies = subject.rows([standard.heaviest] * standard.examples)
     try:
         divided, undivided = (subject.run(x, copies, case.wide).floats for x in (case.split, ONE_BATCH))
     except (NotWide, ValueError):

@@ -118,6 +118,11 @@ class Standard(Measured):
     def weights(self) -> np.ndarray | None:
         return self.combination[0]
 
+    @property
+    def heaviest(self) -> int:
+        """An example with the largest weight, or the first one if the weights are unknown."""
+        return 0 if self.weights is None else self.units[int(np.argmax(self.weights))][0]
+
     def fit_units(self, result: Result, split: Split, wide: bool, leaves: Sequence[int]) -> np.ndarray | None:
         """Fits the weights of the units in a division's result by least squares over these leaves."""
         x = self._fit_weights(result.floats, leaves, wide)

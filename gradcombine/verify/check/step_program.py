@@ -44,7 +44,7 @@ class Facts(NamedTuple):
     Attributes:
       unit: unit roundoff of the matrix products; None if there are none, or if the step cannot be traced.
       draws: whether it draws random numbers that differ in float64.
-      random: whether it draws any random numbers; True if unknown.
+      random: whether it may draw random numbers, also outside of JAX, as constants; True if unknown.
     """
 
     unit: float | None = None
@@ -64,7 +64,8 @@ def read(subject: Subject) -> Facts:
         products = [x for x in program if x.primitive.name in ("dot_general", "conv_general_dilated")]
         draws = any(x.primitive.name.startswith(DRAWS) for x in program)
         unit = _unit(variable.aval.dtype for x in products for variable in x.invars)
-        return Facts(unit, draws and bool(traced.problem), draws)
+        constants = any(np.size(x) > 1 for x in traced.jaxpr.consts)
+        return Facts(unit, draws and bool(traced.problem), draws or constants)
     if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
         with suppress(Exception):  # the step belongs to another framework, or cannot be traced
             return _in_tensorflow(step, params, batch)

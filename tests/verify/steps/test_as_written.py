@@ -299,6 +299,40 @@ def adam(k: int) -> Any:
     return step
 
 
+def divided_in(divide: Any, k: int) -> Any:
+    """Two parameters, whose summed gradients are divided one after the other."""
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"])
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        p, s = state
+        sums = jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, x) for x in jnp.split(batch["x"], k)))
+        updates, s = tx.update(divide(sums, k), s)
+        return optax.apply_updates(p, updates), s
+
+    return step
+
+
+DIVISIONS = {
+    "by a number": lambda sums, k: jax.tree.map(lambda x: x / k, sums),
+    "by an argument": lambda sums, k: jax.jit(lambda x, n: jax.tree.map(lambda x: x / n, x))(sums, k),
+    "by an array": lambda sums, k: jax.tree.map(lambda x: x / jnp.full_like(x, k), sums),
+}
+
+
+@pytest.mark.parametrize("form", [pytest.param(x, marks=[pytest.mark.full] * (x != "by a number")) for x in DIVISIONS])
+def test_sums_that_are_divided_leaf_by_leaf_hide_no_difference(form: str) -> None:
+    rng = np.random.default_rng(1)
+    p = {"w": rng.normal(size=(5, 3)).astype(np.float32), "v": rng.normal(size=(3, 2)).astype(np.float32)}
+    with jax.numpy_dtype_promotion("standard"):
+        state = p, optax.sgd(0.1, momentum=0.9).init(p)
+        report = check_step(partial(divided_in, DIVISIONS[form]), state, X, returns="params", microbatches=(2,))
+    assert report.passes, str(report)
+
+
 def module(k: int) -> Any:
     @eqx.filter_jit
     def step(model: Any, batch: Any) -> Any:
@@ -336,6 +370,43 @@ def test_a_queue_of_examples_hides_no_other_cause() -> None:
         report = check_step(queued, (drawn(5, 3), drawn(5, 3) / 2, drawn(3, 3)), X, returns="params", microbatches=(2,))
     assert report.cause is Cause.ADVANCED, str(report)
     assert "[1] is updated 2 times; in 2 of 3 leaves" in report.faults[0].detail
+
+
+def queued_in_numpy(k: int) -> Any:
+    """`queued` with `numpy.split`, which JAX cannot trace."""
+
+    def step(state: Any, batch: Any) -> Any:
+        p, momentum, _ = state
+        grads = np.zeros_like(p)
+        for x in np.split(batch["x"], k):
+            grads += x.T @ (x @ p - np.tanh(x @ momentum)) / np.float32(len(batch["x"]))
+            momentum = momentum + (p - momentum) / 4
+        return p - grads / 8, momentum, batch["x"][:3] @ p
+
+    return step
+
+
+def test_a_queue_in_numpy_is_not_called_random() -> None:
+    report = check_step(queued_in_numpy, (drawn(5, 3), drawn(5, 3) / 2, drawn(3, 3)), X, returns="params")
+    assert [fault.cause for fault in report.faults] == [Cause.ADVANCED], str(report)
+
+
+@pytest.mark.parametrize(("seeds", "cause"), [((0, 0, 0, 0), Cause.KEY), ((0, 1, 2, 3), Cause.RANDOM)])
+def test_random_numbers_of_numpy_are_no_neighbors(seeds: tuple[int, ...], cause: Cause) -> None:
+    """JAX traces such steps, with the random numbers as constants."""
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            made = 0
+            for x, seed in zip(batch["x"].reshape(k, -1, 5), seeds, strict=False):
+                x = x * (np.random.default_rng(seed).random(x.shape) > 0.3).astype(x.dtype)
+                made = made + x.T @ (x @ p - 1)
+            return made / np.float32(len(batch["x"]))
+
+        return step
+
+    report = check_step(make_step, drawn(5, 3), X, microbatches=(4,))
+    assert report.cause is cause, str(report)
 
 
 def normalised(k: int) -> Any:
@@ -419,3 +490,27 @@ def test_keras_on_jax() -> None:
         "trained": None,
         "trained on means of means": "MEAN_OF_MEANS",
     }
+
+
+def centered(k: int) -> Any:
+    """The mean of the microbatches' gradients; the outputs of each example are centered, so that the bias cancels."""
+
+    def loss(p: Any, batch: Any) -> Any:
+        scores = jnp.tanh(batch["x"] @ p["w"]) @ p["v"] + p["bias"]
+        return jnp.mean(jnp.abs(scores - jnp.mean(scores, 1, keepdims=True) - batch["y"]))
+
+    @jax.jit
+    def step(p: Any, batch: Any) -> Any:
+        parts = [jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch) for i in range(k)]
+        return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts))
+
+    return step
+
+
+def test_a_bias_that_cancels_is_not_inaccurate_if_the_loss_is_piecewise_linear() -> None:
+    rng = np.random.default_rng(0)
+    p = {"w": rng.normal(size=(6, 7)), "v": rng.normal(size=7), "bias": 0.25}
+    batch = {"x": rng.normal(size=(8, 5, 6)), "y": rng.normal(size=(8, 5))}
+    p, batch = jax.tree.map(np.float32, (p, batch))
+    report = check_step(centered, p, batch)
+    assert report.passes, str(report)
