@@ -22,6 +22,8 @@ import gradcombine.verify  # noqa: F401  # binds its functions before pytest imp
 REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
 """Frameworks whose tests must run: if one is missing, they fail instead of being skipped."""
 
+ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
+
 FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "orbax", "safetensors", "sklearn", "torch")
 INSTALLED = frozenset(name for name in FRAMEWORKS if importlib.util.find_spec(name))
 
@@ -96,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if distributes and not hasattr(config, "workerinput"):
         return
     gc.disable()  # until collection ends: imported modules and tests are no garbage
-    if "not full" in config.option.markexpr:
+    if "not full" in config.option.markexpr and ON_CPU:
         os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} {os.environ['XLA_FLAGS']}"
     if "jax" in INSTALLED:
         import jax
@@ -163,7 +165,7 @@ def _offer_cheap_programs() -> None:
 
     def options(*args: Any, **kwargs: Any) -> Any:
         compile_options = original(*args, **kwargs)
-        if _cheap:
+        if _cheap and ON_CPU:
             compile_options.env_option_overrides = [*compile_options.env_option_overrides, *CHEAP.items()]
         return compile_options
 
@@ -194,7 +196,7 @@ def _resident_bytes() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves cases of ``sampled`` tests to the full tier; skips tests of missing frameworks that are not required."""
+    """Moves cases of ``sampled`` tests to the full tier; skips tests that cannot run here."""
     begun: set[str] = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -202,6 +204,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
         elif not item.get_closest_marker("full"):
             begun.add(test)
+        if not ON_CPU and (item.get_closest_marker("cpus") or "shard_map" in item.nodeid):
+            item.add_marker(pytest.mark.skip(reason="not on CPUs"))
         missing = {name for needed in item.iter_markers("needs") for name in needed.args} - INSTALLED - REQUIRED
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(sorted(missing))}"))

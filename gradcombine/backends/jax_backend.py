@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
+from gradcombine.backends.quotient import rounded_quotient
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, Leaf, Tree
 
@@ -110,9 +111,9 @@ class JaxBackend(Backend):
     def divide(self, array: Array, divisor: Array) -> Array:
         if jnp.iscomplexobj(array):
             return lax.complex(self.divide(array.real, divisor), self.divide(array.imag, divisor))
-        # XLA turns division by a scalar into multiplication by its reciprocal, which rounds twice. A divisor selected
-        # elementwise prevents that.
-        return jnp.divide(array, jnp.where(array != array, jnp.ones_like(divisor), divisor))
+        if array.dtype != jnp.float32:
+            return _quotient(array, divisor)
+        return self.traced_once(_differentiable_quotient, (), [array, divisor])[0]
 
     def sqrt(self, array: Array) -> Array:
         return jnp.sqrt(array)
@@ -267,6 +268,21 @@ class JaxBackend(Backend):
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(kernel: Kernel, static: tuple[Hashable, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(kernel(BACKEND, *static, *arrays))
+
+
+def _quotient(array: Array, divisor: Array) -> Array:
+    # XLA turns division by a scalar into multiplication by its reciprocal, which rounds twice. A divisor selected
+    # elementwise prevents that.
+    return jnp.divide(array, jnp.where(array != array, jnp.ones_like(divisor), divisor))
+
+
+def _differentiable_quotient(backend: Backend, array: Array, divisor: Array) -> tuple[Array, ...]:
+    return tuple(backend.custom_derivative(_rounded_quotient, lambda *x: [_quotient(*x)], [array, divisor]))
+
+
+def _rounded_quotient(array: Array, divisor: Array) -> list[Array]:
+    # XLA on GPUs divides float32 with errors of up to 2 units in the last place.
+    return [lax.platform_dependent(array, divisor, cpu=_quotient, default=partial(rounded_quotient, BACKEND))]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

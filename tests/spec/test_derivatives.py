@@ -262,6 +262,7 @@ def test_exact_in_one_call_in_jax(place: str, second: str) -> None:
     check(jax_derivatives(JAX_PLACES[place](), EXACT["mean"], second), true_derivatives(FORMULAS["mean"]))
 
 
+@pytest.mark.cpus
 @pytest.mark.needs("jax")
 @SECOND
 @pytest.mark.parametrize(
@@ -272,6 +273,7 @@ def test_exact_through_states_in_jax(place: str, second: str) -> None:
     check(jax_derivatives(JAX_STATES[place](), reduction, second), true_derivatives(FORMULAS["mean"]))
 
 
+@pytest.mark.cpus
 @pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("place", JAX_STATES)

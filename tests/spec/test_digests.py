@@ -84,6 +84,7 @@ def test_digests_are_those_of_the_definition_and_parts_add_up(mode: Mode) -> Non
         np.testing.assert_array_equal(parts, np.delete(whole, sorted(data).index("scalar"), axis=0))
 
 
+@pytest.mark.cpus
 @pytest.mark.needs("jax")
 def test_split_and_replicated_leaves_in_one_jax_program() -> None:
     import jax
@@ -106,6 +107,7 @@ def test_split_and_replicated_leaves_in_one_jax_program() -> None:
     assert np.asarray(summed(placed["same"], placed["split"])).tolist() == answer
 
 
+@pytest.mark.cpus
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize(("shape", "rows"), [((512, 256), 512), ((2**15,), 64), ((512, 8), 0), ((2**15 + 1,), 0)])
 def test_rows_are_summed_apart_on_a_cpu(shape: tuple[int, ...], rows: int) -> None:

@@ -202,6 +202,7 @@ def test_what_is_not_finite_leaves_no_residual() -> None:
     np.testing.assert_array_equal(residual, np.zeros((2, *SHAPE), np.float32))
 
 
+@pytest.mark.cpus
 @pytest.mark.full
 def test_a_training_step_keeps_the_residual() -> None:
     """`optax.accumulate` and `train_step` hold the wire's rounding error after each update."""

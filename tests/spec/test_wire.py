@@ -184,6 +184,7 @@ BYTES = {
 """Bytes that one replica receives in ring exchanges, relative to an all-reduce of floats."""
 
 
+@pytest.mark.cpus
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ("psum", "all_reduce") else FULL) for x in BYTES])
 def test_bytes_on_the_wire(name: str) -> None:
