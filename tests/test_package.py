@@ -24,6 +24,7 @@ def test_importing_loads_no_framework() -> None:
     assert not {"jax", "jaxlib", "tensorflow", "optax", "keras", "rich", "typer", "sklearn"} & set(loaded.split())
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax")
 def test_gradients_in_jax_need_no_optax() -> None:
     code = "import sys; sys.modules['optax'] = None; from gradcombine.integrations.jax import value_and_grad"

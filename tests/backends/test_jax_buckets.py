@@ -116,6 +116,7 @@ def mesh() -> Any:
     return jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.full
 def test_forty_small_leaves_and_two_large_ones_are_one_exchange(mesh: Any) -> None:
     """The weight is in the gradients' bucket; the count is sent as digits in the same exchange."""
     import jax

@@ -58,6 +58,7 @@ def test_multi_steps(k: int, jit: bool) -> None:
         assert_same_bits(received, expected)
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "optax")
 def test_multi_steps_without_compilation() -> None:
     import jax

@@ -25,6 +25,7 @@ def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.full
 def test_a_few_files_of_each_reader() -> None:
     slow, defects = ("HLO", "command", "Orbax"), dict[str, Any]()
     jobs = list(campaign.jobs(24))  # starts frameworks, which need more memory than a file may take

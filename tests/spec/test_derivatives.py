@@ -248,6 +248,7 @@ JAX_STATES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def across(env: modes.Env, state: Any) -> Any:
     return [(parts(s.value), parts(s.weight)) for s in states[1:]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", among(("numpy", "jax_jit", "tf_function"), (*DISTINCT, "jax_shard_map", "tf_mirrored"))
 )

@@ -36,6 +36,7 @@ class Sides:
         return {name: laws.sides(SUBJECTS[name], values, weights) for name in self.names}
 
 
+@pytest.mark.sampled
 @traced_quickly((str(QUICK_NAMES),))  # other quick tests cover the bits of the other reductions
 @unrolled
 @NAMES

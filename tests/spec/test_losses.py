@@ -219,6 +219,7 @@ def test_lengths_of_any_size_are_right_to_rounding() -> None:
         np.testing.assert_allclose(gc.combine(ratio(), [received]), truth, rtol=1e-14)
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax")
 def test_what_does_not_count_has_no_gradient() -> None:
     import jax

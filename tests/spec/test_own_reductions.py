@@ -48,6 +48,7 @@ def test_in_numpy(order: Any) -> None:
     check(gc.combine(SQUARES, [{"w": x, "none": None} for x in VALUES], WEIGHTS, order))
 
 
+@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_jax(order: Any) -> None:

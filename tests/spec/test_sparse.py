@@ -40,6 +40,7 @@ def over_replicas(env: modes.Env, data: Any) -> Any:
     return in_places(env, data, REPLICATED)
 
 
+@pytest.mark.sampled
 @traced_quickly(("tf_function",))  # the laws are compiled in JAX
 @settings(max_examples=2)
 @given(data=contributions(3, FLOATS))
@@ -78,6 +79,7 @@ def sides(env: modes.Env, data: Any) -> Any:
     return laws.sides(REDUCTIONS["mean"], values, rows(data["weights"]))
 
 
+@pytest.mark.sampled
 @settings(max_examples=5)
 @given(data=contributions(3, EXACT, EXACT_WEIGHTS), rounded=contributions(3, FLOATS))
 @pytest.mark.parametrize("name", LAW_MODES)

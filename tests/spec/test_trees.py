@@ -129,6 +129,7 @@ class Dense:
     bias: Any
 
 
+@pytest.mark.full
 @needs_jax
 def test_the_laws_hold_for_gradients_in_a_dataclass() -> None:
     check_reduction(reductions.mean(), [Dense(weight=np.zeros(2, np.float32), bias=None)], examples=3)
@@ -257,6 +258,7 @@ def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order
     tf.nest.map_structure(np.testing.assert_array_equal, received["w"], expected["w"])
 
 
+@pytest.mark.full
 @needs_tensorflow
 def test_states_pass_through_scan_foldl_and_datasets() -> None:
     import tensorflow as tf

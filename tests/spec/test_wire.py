@@ -72,6 +72,7 @@ def merged(env: modes.Env, states: Any) -> Any:
 COUNTS = [2, 4, pytest.param(8, marks=FULL)]
 
 
+@pytest.mark.full
 @unrolled
 @traced_quickly(("jax_shard_map", "4"))
 @pytest.mark.parametrize("replicas", COUNTS)
@@ -97,6 +98,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return gc.all_reduce(FEW, {"w": data["x"], "none": None}, env.collective, data["weight"])
 
 
+@pytest.mark.sampled
 @unrolled
 @traced_quickly(("jax_shard_map", "4"), ("tf_mirrored",))
 @pytest.mark.parametrize("replicas", COUNTS)
@@ -124,6 +126,7 @@ def long_weights(env: modes.Env, x: Any) -> Any:
     return tuple(gc.all_reduce(r, x, env.collective, LONG) for r in (FEW, reductions.sum("exact")))
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("replicas", [128, pytest.param(256, marks=FULL)])
 def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
@@ -158,6 +161,7 @@ def test_settled_words_of_4096_replicas() -> None:
             np.testing.assert_array_equal(received, other)
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax")
 def test_deposits_of_all_replicas_are_counted() -> None:
     """Replicas within their capacity that exceed it together give NaN; a count near its limit does not wrap around."""

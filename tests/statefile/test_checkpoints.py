@@ -71,6 +71,7 @@ def test_orbax(tmp_path: Path, kind: str, name: str) -> None:
     assert contents(state) != contents(empty)
 
 
+@pytest.mark.full
 def test_orbax_with_an_optimizer_around_the_window(tmp_path: Path) -> None:
     tx = accumulate(optax.sgd(0.1, momentum=0.9), every=4)
     params = {name: x for name, x in LIKE.items() if x is not None}

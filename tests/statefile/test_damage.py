@@ -44,6 +44,7 @@ def outcome(path: Path, header: statefile.Header | None = None) -> str:
     return "loaded"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("whole", SUFFIXES, indirect=True)
 def test_bits_that_flip_and_files_that_are_cut_off(whole: Path) -> None:
     data, rng, seen = whole.read_bytes(), np.random.default_rng(0), []
@@ -57,6 +58,7 @@ def test_bits_that_flip_and_files_that_are_cut_off(whole: Path) -> None:
     assert seen.count("refused") > 0.8 * CASES_A_FORMAT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [pytest.param(SUFFIXES[0], marks=pytest.mark.full), *SUFFIXES[1:]], indirect=True)
 def test_every_bit_of_an_array_counts(whole: Path) -> None:
     data = whole.read_bytes()

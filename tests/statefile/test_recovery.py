@@ -111,6 +111,7 @@ def test_a_run_that_ends_at_any_place_goes_on_to_the_same_bits(tmp_path: Path, b
         assert train(folder, after, lambda: None)["w"].tobytes() == unbroken()
 
 
+@pytest.mark.full
 def test_a_file_that_is_cut_off_anywhere_costs_work_alone(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     with pytest.raises(EndsHereError):

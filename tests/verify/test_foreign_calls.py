@@ -11,6 +11,7 @@ import gradcombine as gc
 from gradcombine.verify.foreign_calls import within_seconds
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("swallowed", [0, 1])
 def test_a_call_ends_even_if_the_first_alarm_is_swallowed(swallowed: int) -> None:

@@ -208,6 +208,7 @@ def _held(x: Any, most: float) -> Any:
     return np.clip(x, np.float32(-most), np.float32(most))
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "broken",

@@ -117,6 +117,7 @@ def test_factors(framework: str) -> None:
             np.testing.assert_array_equal(np.asarray(result[case]), expected, err_msg=case)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("op", ["average", "sum", "product", "adasum"])
 def test_compressed_gradients(op: Any) -> None:
@@ -155,6 +156,7 @@ def dense_of(rank: int) -> np.ndarray:
     return dense
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ranks", "compiled"), cases([("all", False), ("some", True)], SETS, (False, True)))
 def test_sparse_gradients_are_gathered(ranks: str, compiled: bool) -> None:
     members = sorted(SETS[ranks] or range(RANKS))

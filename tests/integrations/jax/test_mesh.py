@@ -57,6 +57,7 @@ GRADIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
 QUICK = [("tokens", "model", AUTO), ("tree", "fsdp", AUTO)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "at", "kind"), cases(QUICK, GRADIENTS, ("whole", "model", "fsdp"), KINDS, pairwise=True)
 )
@@ -114,6 +115,7 @@ def product(w: Any, x: Any) -> Any:
     return jnp.mean(x @ w)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("order", "at", "kind"),
     cases([("sequential", "fsdp", EXPLICIT)], ("sequential", "tree"), ("whole", "fsdp"), KINDS, pairwise=True),
@@ -162,6 +164,7 @@ def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None
     np.testing.assert_allclose(metrics.aux["mean"], expected.mean(), atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_mesh_may_be_the_one_in_scope() -> None:
     on = mesh(AxisType.Auto)
     gradient = value_and_grad(loss, 3, over=OVER)
@@ -186,6 +189,7 @@ def test_the_carry_has_an_axis_of_replicas() -> None:
     np.testing.assert_array_equal(state.carry, 1 + ones[:, 0].reshape(4, 12).sum(1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("given", "kind"), cases([(tokens, AUTO)], (loss, tokens), KINDS))
 def test_a_batch_that_is_split_over_devices_is_divided_where_it_lies(given: Any, kind: AxisType) -> None:
     on = mesh(kind, 8, 1)

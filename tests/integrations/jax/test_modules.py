@@ -89,6 +89,7 @@ def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
         chex.assert_trees_all_close(grads, expected, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
@@ -180,6 +181,7 @@ def steps(k: int, **settings: Any) -> Any:
     return model, metrics
 
 
+@pytest.mark.full
 def test_train_steps_take_modules() -> None:
     over_calls, metrics = steps(4, every=4)
     in_a_scan, _ = steps(1, microbatches=4)
@@ -230,6 +232,7 @@ def test_steps_within_the_jit_of_their_library() -> None:
     chex.assert_trees_all_close(*modules, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_train_steps_take_equinox() -> None:
     step = train_step(of_equinox, optax.adam(0.1), every=2)
     model, expected = mlp(), mlp()
@@ -244,6 +247,7 @@ def test_train_steps_take_equinox() -> None:
     chex.assert_trees_all_close(arrays(model), arrays(expected), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.full
 def test_requests_take_modules() -> None:
     for function, model in ((loss, Linear(nnx.Rngs(0))), (of_equinox, mlp())):
         engine = request_step(function, optax.sgd(0.1), microbatches=2)
@@ -259,6 +263,7 @@ def test_requests_take_modules() -> None:
         assert type(state["b"].params) is type(model)
 
 
+@pytest.mark.full
 def test_over_replicas() -> None:
     one, many = WithState(nnx.Rngs(0)), WithState(nnx.Rngs(0))
     with jax.set_mesh(mesh(4, "data")):

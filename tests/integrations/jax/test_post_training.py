@@ -137,6 +137,7 @@ def objective(**settings: Any) -> Loss:
     return Loss(loss, terms=OVER, aux_reduction=AUX, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("totals", [None, "counted"])
 @pytest.mark.parametrize("k", [1, 4, 16])
@@ -157,6 +158,7 @@ def test_over_calls(k: int) -> None:
     as_expected(metrics, k)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2])
 def test_over_replicas(k: int) -> None:
@@ -169,6 +171,7 @@ def test_over_replicas(k: int) -> None:
     as_expected(metrics, 4 * k)
 
 
+@pytest.mark.full
 def test_over_requests() -> None:
     step = request_step(objective(grad_norm=True), optax.sgd(1.0), microbatches=4)
     state = step.init({"a": PARAMS})
@@ -182,6 +185,7 @@ def test_over_requests() -> None:
     close(again, nothing)
 
 
+@pytest.mark.full
 def test_totals_that_are_known_have_one_norm() -> None:
     given = {name: np.float32(total) for name, total in truth(4)["weight"].items()}
     step = request_step(objective(grad_norm=True, totals="given"), optax.sgd(1.0), microbatches=4)

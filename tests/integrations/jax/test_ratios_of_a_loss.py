@@ -53,6 +53,7 @@ def test_ratios_are_sums_and_counts(form: Any, totals: Any) -> None:
     assert all(equal_bits(value[term], expected[0].value[term]) for term in TERMS)
 
 
+@pytest.mark.full
 def test_gradients_by_denominator_of_ratios() -> None:
     output, grads = grads_by_denominator(ratios, TERMS)(jnp.float32(2), X, MASK)
     expected, others = grads_by_denominator(apart, TERMS)(jnp.float32(2), X, MASK)
@@ -73,6 +74,7 @@ def test_variables_take_them_too() -> None:
     assert equal_bits(variables[0], variables[1]) and float(variables[0]) != 2
 
 
+@pytest.mark.full
 def test_a_metric_has_its_own_denominator() -> None:
     def loss(w: Any, x: Any, mask: Any) -> LossOutput:
         kl = losses.sequence_mean_of_token_mean(x, mask)

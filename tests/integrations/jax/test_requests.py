@@ -65,11 +65,13 @@ def combined(numbers: list[int], **settings: Any) -> np.ndarray:
 SHUFFLED = [4, 0, 6, 2, 1, 5, 3]
 
 
+@pytest.mark.full
 def test_the_bits_are_those_of_a_list() -> None:
     step = request_step(given, TAKEN, microbatches=8)
     np.testing.assert_array_equal(after(step, SHUFFLED), combined(SHUFFLED))
 
 
+@pytest.mark.full
 def test_no_order_of_requests_changes_exact_sums() -> None:
     step = request_step(given, TAKEN, microbatches=8, reduction=reductions.mean("exact"))
     np.testing.assert_array_equal(after(step, SHUFFLED), combined([*range(7)], precision="exact"))
@@ -162,6 +164,7 @@ def test_a_discard_that_comes_again_leaves_the_next_window() -> None:
     assert STEP.discard(state, "a", window=0) is state
 
 
+@pytest.mark.full
 def test_a_key_is_that_of_the_number() -> None:
     def noisy(w: Any, x: Any, key: Any) -> Any:
         return jnp.sum(w * jnp.mean(x, 0) * jax.random.normal(key, (3,)))
@@ -190,6 +193,7 @@ def on_mesh(kind: AxisType, *values: Any, spec: P | None = None) -> list[Any]:
     return [jax.device_put(x, sharding) for x in values]
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
@@ -210,6 +214,7 @@ def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
     np.testing.assert_array_equal(state["a"].params, whole.flush(v, expected)[0])
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
@@ -237,6 +242,7 @@ def test_random_histories_lose_nothing_and_count_nothing_twice(order: Any) -> No
     assert [histories.differences(among, f"0:{i}") for i in range(12)] == [[]] * 12
 
 
+@pytest.mark.full
 def test_histories_show_a_late_request_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestStep, "_is_open", lambda *_: True)
     among = [histories.service("sequential")]

@@ -26,6 +26,7 @@ def bcoo(indices: Any) -> sparse.BCOO:
     return sparse.BCOO((values, jnp.int32(indices)[:, None]), shape=(ROWS, WIDTH))
 
 
+@pytest.mark.full
 def test_bcoo_there_and_back() -> None:
     matrix = bcoo([4, 9, 4, 10])
     leaf = from_bcoo(matrix)
@@ -34,6 +35,7 @@ def test_bcoo_there_and_back() -> None:
     np.testing.assert_array_equal(to_dense(matrix), matrix.todense())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compile_", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.full), jax.jit])
 def test_bcoo_contributions(compile_: Any) -> None:
     terms = [bcoo([4, 9]), bcoo([9, 10]), bcoo([9, 4])]
@@ -73,6 +75,7 @@ def dense_gradient(ids: Any, targets: Any) -> Any:
     return jax.grad(lambda t, p: loss({"e": t["e"][ids]}, p, targets)[0], argnums=(0, 1))(TABLES, PARAMS)
 
 
+@pytest.mark.full
 def test_row_gradients_are_those_of_the_dense_table() -> None:
     grad = value_and_row_grad(loss, has_aux=True)
     (value, aux), (row_grads, rest) = grad(TABLES, {"e": BATCH_IDS[0]}, PARAMS, TARGETS[0])
@@ -83,6 +86,7 @@ def test_row_gradients_are_those_of_the_dense_table() -> None:
     np.testing.assert_array_equal(rest["w"], params["w"])
 
 
+@pytest.mark.full
 def test_padding_looks_up_zeros_and_has_no_gradient() -> None:
     ids = jnp.int32([[ROWS, 2], [2, ROWS]])
     (value, _), (row_grads, _) = value_and_row_grad(loss, has_aux=True)(TABLES, {"e": ids}, PARAMS, TARGETS[0])
@@ -116,6 +120,7 @@ def _check(result: Any) -> None:
     np.testing.assert_array_equal(result[1]["w"], params["w"])
 
 
+@pytest.mark.full
 def test_microbatches_in_a_scan() -> None:
     acc = gc.accumulate(REDUCTION, every=4)
 

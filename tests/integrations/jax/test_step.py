@@ -147,6 +147,7 @@ def test_a_host_that_knows_where_windows_end_needs_no_branch() -> None:
     assert "cond[" not in program
 
 
+@pytest.mark.full
 def test_keys_of_a_window_without_a_length_differ() -> None:
     """They differ between replicas and between steps."""
 
@@ -212,6 +213,7 @@ def memory(form: str, size: int = 2**16) -> tuple[int, Any]:
     return 4 * size, step.compiled.lower(params, step.init(params), X[:, 0, 0]).compile().memory_analysis()
 
 
+@pytest.mark.full
 @OPTAX_PROMOTES
 def test_a_window_costs_one_accumulator_tree_and_a_call_the_mean_of_one_leaf() -> None:
     leaf, every = memory("every")

@@ -42,6 +42,7 @@ INSIDE = {
 QUICK = [("every", name) for name in ("vmap", "grad", "scan", "jit of shard_map")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("form", "name"), [*cases(QUICK, ("every",), INSIDE), ("microbatches", "jit")])
 def test_it_runs_and_takes_no_buffers_over(form: str, name: str) -> None:
     step = train_step(loss, optax.sgd(1.0), **{form: 1})
@@ -92,6 +93,7 @@ class Odd(NamedTuple):
     flag: Any
 
 
+@pytest.mark.full
 def test_any_state_of_an_optimizer_and_windows_that_end_apart_in_one_vmap() -> None:
     def update(updates: Any, state: Odd, params: Any = None) -> Any:
         return updates, Odd(jax.random.split(state.key)[0], state.count + 1, ~state.flag)

@@ -237,6 +237,7 @@ def test_a_flush_divides_what_is_there() -> None:
     assert float(metrics.weight["microbatches"]) == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("totals", [pytest.param(None, marks=FULL), "counted"])
 def test_known_totals_are_one_exchange_more(totals: Any) -> None:
     def one(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:

@@ -222,6 +222,7 @@ def test_powers_of_two_have_the_bits_of_combine(reduction: gc.Reduction, weights
     assert float(output.weight) == sum(weights)
 
 
+@pytest.mark.full
 @REDUCTIONS
 def test_no_microbatch_that_counts_gives_zeros(reduction: gc.Reduction) -> None:
     zeros = np.zeros((2, 6, 1), np.float32)

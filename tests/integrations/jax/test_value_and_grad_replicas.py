@@ -46,6 +46,7 @@ AUX = {"mean": reductions.mean(), "tokens": reductions.sum(), "largest": reducti
 W = {"w": jnp.float32(2), "frozen": None}
 
 
+@pytest.mark.full
 @MODES
 @ORDERS
 def test_the_mean_is_over_all_tokens_of_all_replicas(mode: Callable[..., Any], order: Any) -> None:

@@ -88,6 +88,7 @@ def test_keras_counts_microbatches_in_schedules_and_this_does_not() -> None:
     assert rates == [0.125, 0.5]
 
 
+@pytest.mark.full
 def test_narrow_gradients_are_accumulated_in_float32() -> None:
     """The mean of 300 ones in bfloat16 is 0.85 in Keras and 1 here."""
     means = []

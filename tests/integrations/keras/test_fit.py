@@ -44,6 +44,7 @@ def test_fit_equals_large_batches(sizes: tuple[int, ...]) -> None:
     assert int(model.optimizer.iterations) == 2
 
 
+@pytest.mark.full
 def test_without_weights_it_is_a_mean_of_means() -> None:
     model = linear(Accumulate(keras.optimizers.SGD(1.0), 2), Plain)
     before = model.weights[0].numpy()
@@ -53,6 +54,7 @@ def test_without_weights_it_is_a_mean_of_means() -> None:
     assert (before[:, 0] - model.weights[0].numpy()[:, 0]).tolist() == np.mean(means, axis=0).tolist()
 
 
+@pytest.mark.full
 def test_what_an_epoch_leaves_over_is_flushed() -> None:
     large = trained(sgd(), batches(8, 4), epochs=2)
     model = trained(Accumulate(sgd(), 2), batches(4, 4, 4), epochs=2, callbacks=[FlushAtEpochEnd()])
@@ -60,6 +62,7 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
     assert int(model.optimizer.iterations) == 4
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
 def test_the_callback_weighs_the_smaller_last_batch(settings: dict[str, Any]) -> None:
@@ -133,6 +136,7 @@ def test_a_config_makes_the_same_optimizer() -> None:
     assert again.get_config() == made.get_config() and again.every is doubling
 
 
+@pytest.mark.full
 def test_a_callback_sets_the_inner_learning_rate() -> None:
     model = trained(
         Accumulate(sgd(), 2), batches(4, 4), callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch: 0.125)]

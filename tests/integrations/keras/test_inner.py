@@ -95,6 +95,7 @@ def test_building_again_keeps_the_window() -> None:
     assert len(optimizer.variables) == count and bool(optimizer.flush())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_other_trainable_weights_are_refused_in_the_words_of_keras() -> None:
     """Or are accepted if Keras accepts them, as it does for fewer weights on TensorFlow."""

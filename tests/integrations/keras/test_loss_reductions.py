@@ -63,6 +63,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(("loss", "kind", "settings"), cases(QUICK, LOSSES, KINDS, SETTINGS, pairwise=True))
 def test_a_window_over_the_epoch_weighs_its_examples_as_the_loss_does(loss: str, kind: str, settings: str) -> None:

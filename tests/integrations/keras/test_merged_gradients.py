@@ -99,6 +99,7 @@ def trained(way: str, make: Callable[[], Any], having: int) -> tuple[list[bytes]
 FULL = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize("way", ["step", "optimizer"])

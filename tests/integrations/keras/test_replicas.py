@@ -160,6 +160,7 @@ INNER = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings", "parts"),
     [
@@ -201,6 +202,7 @@ def test_replicas_of_different_shares_without_weights_warn() -> None:
         model.fit(X[:7], Y[:7], batch_size=4, shuffle=False, verbose=0)
 
 
+@pytest.mark.full
 def test_xla_has_the_same_bits() -> None:
     trained = []
     for jit_compile in (False, True):
@@ -312,6 +314,7 @@ def test_a_checkpoint_of_another_window_is_refused(settings: Any, message: str, 
     assert bits(optimizers[1].variables) == before
 
 
+@pytest.mark.full
 def test_weights_of_one_of_several_windows_are_refused() -> None:
     with mirrored().scope():
         model = linear(Accumulate("sgd", 4))
@@ -322,6 +325,7 @@ def test_weights_of_one_of_several_windows_are_refused() -> None:
     assert windows(model) == before
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize("having", [(0,), (1,), (0, 1)], ids=str)

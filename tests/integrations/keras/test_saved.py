@@ -205,6 +205,7 @@ CASES = [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)]
 """Window length, microbatches in which the second variable has a gradient, and position of the restart."""
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize(

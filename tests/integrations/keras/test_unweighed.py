@@ -41,6 +41,7 @@ def warned(model: Any, data: Any, **settings: Any) -> list[int]:
     return counts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", named(("jit", "eager"), SETTINGS))
 def test_arrays_warn_at_the_first_step(settings: dict[str, Any]) -> None:
     assert warned(compiled(**settings), (X, Y), batch_size=4)[0] == 1
@@ -99,6 +100,7 @@ def test_what_is_no_mean_of_means_is_silent(case: str) -> None:
     fit(make(), data, **settings)
 
 
+@pytest.mark.full
 def test_fits_of_one_size_each_are_silent() -> None:
     model = compiled()
     for size in (4, 2, 4):
@@ -119,6 +121,7 @@ def test_an_optimizer_warns_once() -> None:
     fit(model, batches(4, 2))
 
 
+@pytest.mark.full
 def test_a_scaled_optimizer_warns() -> None:
     model = compiled()
     model.compile(keras.optimizers.LossScaleOptimizer(Accumulate(keras.optimizers.SGD(0.125), 2)), "mse")

@@ -81,6 +81,7 @@ QUICK = (1, 4)
 """Clipping, weight decay, a schedule and a skip rule; and bfloat16."""
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
@@ -126,6 +127,7 @@ def steps(tx: Any, mode: str, grads: list[Any], params: Any) -> list[Any]:
 OTHER_MODES = [("eager", 0), ("eager", 5), ("scan", 1), ("scan", 3), ("disable_jit", 4)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "kind"), [("scan", 5), *(pytest.param(*x, marks=FULL) for x in OTHER_MODES)])
 def test_other_modes(mode: str, kind: int) -> None:
     dtype = KINDS[kind][4]

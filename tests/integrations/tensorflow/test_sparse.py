@@ -32,6 +32,7 @@ def tape_gradient(table: tf.Variable, ids: tf.Tensor) -> tf.IndexedSlices:
     return gradient
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiled", ["eager", pytest.param("function", marks=pytest.mark.full), "xla"])
 def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) -> None:
     table = tf.Variable(tf.reshape(tf.range(2.0 * ROWS), (ROWS, 2)))
@@ -100,6 +101,7 @@ def test_keras_optimizers_take_the_result() -> None:
     np.testing.assert_array_equal(table.numpy(), wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run_eagerly", [True, False])
 def test_slices_whose_number_is_not_known(run_eagerly: bool) -> None:
     """Up to `capacity` distinct rows fit; one more is an error at run time."""

@@ -95,6 +95,7 @@ def test_nan_stays_in_its_window_and_out_of_any_where_its_weight_is_0(strategy: 
         np.testing.assert_array_equal(w.numpy(), np.full(3, expected, np.float32), strict=True)
 
 
+@pytest.mark.sampled
 @REPLICATED
 def test_variables_without_gradient_are_not_touched(strategy: Any, run: Any) -> None:
     w, still = keras.Variable(np.zeros(3, np.float32)), keras.Variable(np.ones(2, np.float32))

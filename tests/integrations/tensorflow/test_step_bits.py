@@ -131,6 +131,7 @@ def test_no_more_operations_are_traced_than_by_keras_own_accumulation() -> None:
     assert size(accumulate) <= limit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failing", [pytest.param("assertion", marks=FULL), "checked"])
 def test_a_failure_inside_a_graph_writes_nothing_on_any_replica(failing: str) -> None:
     strategy = mirrored(2)

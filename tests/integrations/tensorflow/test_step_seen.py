@@ -140,6 +140,7 @@ def test_a_gradient_of_an_earlier_window_is_not_forgotten(run: str, tmp_path: Pa
     assert results == [[-1.5, -0.5, 1]] * 2
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["none", "mirrored_2"])
 def test_the_function_that_ends_a_window_need_not_have_been_traced_last(strategy: str) -> None:
@@ -175,6 +176,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "place"),
@@ -261,6 +263,7 @@ def test_an_empty_accumulator_is_in_no_norm_of_all_gradients(tmp_path: Path) -> 
     assert values(variables) == [1 - 3, 1 - 4, 1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", cases([("eager",), ("function",)], RUNS))
 def test_a_call_without_any_gradient_ends_a_restored_window(run: str, tmp_path: Path) -> None:
     before, _ = made(replace, 2.0)
@@ -274,6 +277,7 @@ def test_a_call_without_any_gradient_ends_a_restored_window(run: str, tmp_path: 
     assert values(variables) == [0.5, 1, 1]
 
 
+@pytest.mark.full
 def test_terms_of_a_restored_window_are_applied(tmp_path: Path) -> None:
     def step_of(both: bool) -> tuple[AccumulatedStep, list[Any]]:
         w, b, c = variables = [tf.Variable(1.0) for _ in range(3)]
@@ -294,6 +298,7 @@ def test_terms_of_a_restored_window_are_applied(tmp_path: Path) -> None:
         assert values(variables) == [1, 0.5, 1]
 
 
+@pytest.mark.full
 def test_a_saved_model_holds_what_has_had_a_gradient(tmp_path: Path) -> None:
     step, variables = made(replace, 2.0, None)
     step(ONE, 0)
@@ -319,6 +324,7 @@ def test_where_all_variables_have_a_gradient_nothing_more_is_exchanged(
     assert w.numpy() == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", ["eager", "function"])
 def test_replicas_of_other_processes_decide_with_these(run: str) -> None:
     """Other processes may trace different functions, so the decision is not made while tracing."""

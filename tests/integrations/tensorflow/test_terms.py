@@ -80,6 +80,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "totals"), cases([("tree", None)], PRECISIONS, (None, "given")))
 def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) -> None:
     make, order = PRECISIONS[name]

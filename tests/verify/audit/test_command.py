@@ -267,6 +267,7 @@ def test_a_baseline(here: Path) -> None:
     assert json.loads((here / "now.json").read_text())["programs"][0]["name"] == "jit__lambda"
 
 
+@pytest.mark.full
 def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None:
     """E.g. in a folder: a small program does not hide a larger one of the same name."""
     import jax
@@ -298,6 +299,7 @@ def test_a_defect_that_is_no_longer_decided_is_worse(here: Path) -> None:
     assert run("graphs:clean", "--baseline", "less.json", "--fail-on", "repeated-work").exit_code == 0
 
 
+@pytest.mark.full
 def test_files_of_other_tools(here: Path) -> None:
     import jax
     import jax.numpy as jnp

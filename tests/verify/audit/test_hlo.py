@@ -204,6 +204,7 @@ def read(path: Path) -> str:
     return text
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["text", "module", "dump"])
 def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
@@ -223,6 +224,7 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
             Program(read(path))
 
 
+@pytest.mark.full
 def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
     """An invalid parameter number aborts the process that parses the file, which is a subprocess."""
     text = compiled.as_text()

@@ -136,6 +136,7 @@ def test_a_cause_that_is_known_already_does_not_fail_again(here: Path) -> None:
     assert code == 1 and "new causes:" in output
 
 
+@pytest.mark.full
 def test_what_is_by_design_is_allowed_by_name(here: Path) -> None:
     status, text = run("centred_case")
     assert (status, CENTRED in text, "of one batch's norm away" in text) == (1, True, True), text

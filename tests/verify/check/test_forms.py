@@ -184,6 +184,7 @@ def donated(k: int) -> Any:
     return step
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "optax", "flax", "equinox")
 def test_a_step_may_donate_its_state() -> None:
     state = Keyed(jax.numpy.ones(6), jax.random.key(1))
@@ -212,6 +213,7 @@ def test_a_step_may_change_its_state_and_return_metrics_alone(right: bool) -> No
     assert report.cause is (None if right else Cause.MEAN_OF_MEANS), report
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "optax", "flax", "equinox")
 @pytest.mark.parametrize("form", quick_first)
 def test_a_mean_of_means_is_named_in_every_form(form: str) -> None:

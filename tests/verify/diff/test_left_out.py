@@ -98,6 +98,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_no_chain_of_links_opens_a_file_elsewhere(tmp_path: Path) -> None:
     """Opening the FIFO would never return."""

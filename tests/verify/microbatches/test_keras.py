@@ -47,6 +47,7 @@ def test_clipping_decay_and_bias_correction_happen_once_a_window(inner: Any) -> 
     assert report.passes, str(report)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("batch", "inner", "wrap", "cause", "window"),
@@ -78,6 +79,7 @@ def test_the_wrapper_has_to_make_another_optimizer() -> None:
         check(ALIKE, ADAM, lambda inner, k: 3)
 
 
+@pytest.mark.full
 def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
     def narrow(params: Any, batch: Any) -> Any:
         return loss(*tf.nest.map_structure(lambda x: tf.cast(x, tf.float32), (params, batch)))

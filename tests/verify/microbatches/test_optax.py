@@ -160,6 +160,7 @@ def test_bfloat16_gradients_may_be_rounded_once(accumulating: Any, cause: Cause 
     assert (report.passes, report.cause) == (cause is None, cause), str(report)
 
 
+@pytest.mark.full
 def test_tokens_weigh() -> None:
     rng = np.random.default_rng(1)
 
@@ -201,6 +202,7 @@ def test_a_loss_of_its_own_precision_is_checked_in_float64(dtype: Any) -> None:
     assert check(ALIKE, SGD, accumulate, loss=partial(narrow, of=jnp.sum)).cause is Cause.SCALED
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("of", "cause"), [(jnp.mean, None), (jnp.sum, Cause.SCALED)])
 def test_a_loss_that_python_computes_is_checked_in_its_own_precision(of: Any, cause: Cause | None) -> None:
     @jax.custom_vjp

@@ -126,6 +126,7 @@ def test_the_real_thing_is_recognised(make: Callable[[], Any], expected: str) ->
     assert str(found).startswith(f"the result is, to the bit: {expected}")
 
 
+@pytest.mark.full
 def test_what_no_order_gives_is_said_with_the_nearest() -> None:
     result = gc.add_n(TREES)
     result["kernel"][0, 0] = np.nextafter(result["kernel"][0, 0], np.float32(9))
@@ -220,6 +221,7 @@ def test_bad_input_is_named(arguments: Any, message: str) -> None:
         explain(*arguments)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
 def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:

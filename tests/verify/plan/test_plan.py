@@ -67,6 +67,7 @@ def run(code: str, loss: Callable[..., Any] | Loss, window: np.ndarray, mesh: Me
 QUICK = ("flush+zero2", "every+zero1", "accumulate")
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if way_of(name).name in QUICK else pytest.mark.full) for name in DEFAULT]

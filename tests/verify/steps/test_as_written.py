@@ -263,6 +263,7 @@ def test_what_people_return_and_pass(name: str) -> None:
     assert cause is None or detail in report.faults[0].detail, str(report)
 
 
+@pytest.mark.full
 def test_a_wrong_division_is_named_before_constants_that_float32_has_not() -> None:
     """``1 - 0.9999`` in float32 is off by more than rounding noise, and NumPy programs cannot be retyped."""
     make = partial(rms_prop, defects.mean_of_means, by_hand.sums, decay=0.9999)
@@ -507,6 +508,7 @@ def centered(k: int) -> Any:
     return step
 
 
+@pytest.mark.full
 def test_a_bias_that_cancels_is_not_inaccurate_if_the_loss_is_piecewise_linear() -> None:
     rng = np.random.default_rng(0)
     p = {"w": rng.normal(size=(6, 7)), "v": rng.normal(size=7), "bias": 0.25}

@@ -217,6 +217,7 @@ def test_the_line_is_named(name: str) -> None:
     assert fault.line in str(fault)
 
 
+@pytest.mark.full
 def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
     def twice(k: int) -> Any:
         def step(params: Any, batch: Any) -> Any:
@@ -249,6 +250,7 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
         assert (fault.cause, fault.line) == (Cause.MEAN_OF_MEANS, "")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean of means", "token mean"])
 def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
     """Adam's first update is the sign of the gradient, which the defect does not change."""
@@ -381,6 +383,7 @@ def updated(make_gradient: Any, k: int) -> Any:
     return jax.jit(step)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("make_step", [by_tokens, by_each])
 @pytest.mark.parametrize("hides", [False, True], ids=["gradients", "Adam's first step"])
@@ -455,6 +458,7 @@ def layer_norm(k: int, epsilon: float, guard: bool = False) -> Any:
     return step
 
 
+@pytest.mark.full
 def test_another_epsilon_is_told() -> None:
     report = check_step(lambda k: layer_norm(k, 1e-5 if k == 1 else 1e-6), LAYER, BATCH)
     assert report.verdict is Verdict.CANNOT_TELL, report

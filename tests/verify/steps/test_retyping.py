@@ -153,6 +153,7 @@ def test_a_program_of_any_precision_runs_in_float64(name: str, dtype: Any) -> No
 DRAWS = [jax.random.uniform, jax.random.normal, jax.random.gumbel, partial(jax.random.gamma, a=2)]
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("draw", DRAWS)
 def test_random_numbers_stay_those_of_the_program(draw: Any) -> None:
@@ -217,6 +218,7 @@ NET = {"embedding": RNG.normal(size=(12, 8)).astype(np.float32), "kernel": RNG.n
 SGD = optax.sgd(0.1, momentum=0.5, accumulator_dtype=jnp.bfloat16)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize("optimizer", [None, SGD])
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_a_page_holds_every_row_and_stands_alone(tmp_path: Path, more: tuple[Fin
     assert "http" not in text.replace("http://www.w3.org", "") and "<script" not in text
 
 
+@pytest.mark.full
 def test_a_broken_promise_is_named_first(tmp_path: Path) -> None:
     text = written(tmp_path / "out.html", report(*BROKEN))
     assert "2 of 5 rows fail." in text
@@ -144,6 +145,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("verified")
 @pytest.mark.parametrize(("options", "status"), [([], 0), (["--inject-fault"], 1)])
 def test_the_command_writes_the_page(tmp_path: Path, options: list[str], status: int) -> None:
