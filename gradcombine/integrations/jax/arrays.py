@@ -24,6 +24,7 @@ from gradcombine.errors import (
     invalid,
     require_equal,
     require_given,
+    require_tuple,
     require_type,
     shown,
     translate_errors,
@@ -96,12 +97,34 @@ STABLE_STATE = "an optimizer state whose structure and shapes do not change"
 def keep_dtypes(new: Tree, old: Tree) -> Tree:
     """Casts a state back to its old dtypes: some transformations promote, which conditionals and scans do not allow."""
 
-    def keep(x: Leaf, like: Leaf) -> Leaf:
+    def keep(path: Any, x: Leaf, like: Leaf) -> Leaf:
+        if np.shape(x) != np.shape(like):
+            raise invalid(STABLE_STATE, f"shape {np.shape(x)} after {np.shape(like)}", jax.tree_util.keystr(path))
         old_dtype, new_dtype = getattr(like, "dtype", None), getattr(x, "dtype", None)
         return x if old_dtype is None or new_dtype is None or old_dtype == new_dtype else x.astype(old_dtype)
 
     with translate_errors(STABLE_STATE):
-        return jax.tree.map(keep, new, old)
+        return jax.tree_util.tree_map_with_path(keep, new, old)
+
+
+def optimized(
+    optimizer: optax.GradientTransformationExtraArgs, gradients: Tree, state: Tree, params: Tree, **extra_args: Tree
+) -> tuple[Tree, Tree]:
+    """The updates of an optimizer, and its new state in the dtypes of the old one."""
+    result = optimizer.update(gradients, state, params, **extra_args)
+    updates, new = require_tuple("an optimizer that returns a tuple of updates and state", result, 2)
+    return updates, keep_dtypes(new, state)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """``optax.apply_updates`` for updates of the parameters' structure and shapes; raises for others."""
+    import optax
+
+    leaves, structure = tree.flatten(params)
+    for path, x, update in zip(structure.paths(), leaves, tree.flatten_as(structure, updates), strict=True):
+        if x is not None and update is not None:
+            require_equal("updates of the parameters' shape {}", np.shape(x), np.shape(update), path)
+    return optax.apply_updates(params, updates)
 
 
 def require_transformation(optimizer: object) -> optax.GradientTransformationExtraArgs:

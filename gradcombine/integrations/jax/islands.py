@@ -12,13 +12,18 @@ import jax.numpy as jnp
 
 import gradcombine as gc
 from gradcombine import tree
+from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import invalid, operation, require_integer
-from gradcombine.integrations.jax.arrays import require_transformation
+from gradcombine.backends.registry import dtype_of, shape_of
+from gradcombine.errors import invalid, operation, require_equal, require_integer, require_type
+from gradcombine.integrations.jax.arrays import apply_updates, optimized, require_transformation
 from gradcombine.integrations.jax.on_replicas import require_jax_collective
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.places.fragments import divided, due
+from gradcombine.places.window import require_flag
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
 from gradcombine.types import Array, Leaf, Order, Scalar, Tree
 
@@ -117,8 +122,6 @@ def outer(
     check(reduction=reduction, over=over, order=order)
     require_jax_collective(over)
     outer_optimizer = require_transformation(transformation)
-    import optax  # optional: gradients alone do not need it
-
     every = require_integer("1 step or more", every)
     count = require_integer(f"from 1 to {every} fragments", fragments, highest=every)
 
@@ -126,8 +129,9 @@ def outer(
     def init(params: Tree) -> OuterState:
         leaves, structure = tree.flatten(params)
         for path, leaf in zip(structure.paths(), leaves, strict=True):
-            if leaf is not None and not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
-                raise invalid("parameters that are floats", jnp.asarray(leaf).dtype, path)
+            dtype = None if leaf is None else jnp.asarray(leaf).dtype
+            if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+                raise invalid("parameters that are floats of 16 bits or more", dtype, path)
         inner = tuple(outer_optimizer.init([leaves[i] for i in part]) for part in divided(sizes(leaves), count))
         # Copied, as a training step may donate the parameters.
         anchor = jax.tree.map(jnp.copy, params)
@@ -135,18 +139,19 @@ def outer(
 
     def exchange(kept: tuple[Tree, Tree, Tree], weight: Array) -> tuple[tuple[Tree, Tree, Tree], tuple[()]]:
         params, anchors, inner = kept
-        moved = [a.astype(jnp.float32) - p.astype(jnp.float32) for a, p in zip(anchors, params, strict=True)]
+        moved = [difference(a, p).astype(jnp.float32) for a, p in zip(anchors, params, strict=True)]
         gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
         gradient = [g.astype(x.dtype) for g, x in zip(gradient, anchors, strict=True)]
-        updates, inner = outer_optimizer.update(gradient, inner, anchors)
-        new: Tree = optax.apply_updates(anchors, updates)
+        updates, inner = optimized(outer_optimizer, gradient, inner, anchors)
+        new: Tree = apply_updates(anchors, updates)
         return (list(new), list(new), inner), ()
 
     @operation("outer")
     def update(params: Tree, state: OuterState, weight: Scalar = 1.0) -> tuple[Tree, OuterState]:
-        leaves, structure = tree.flatten(params)
-        anchors, step, inner = tree.flatten_as(structure, state.params), state.step + 1, list(state.inner)
-        (weights,) = over.mark_varying([state.weight + jnp.asarray(weight, jnp.float32)])
+        leaves, structure, anchors = beside_anchors(params, state)
+        step, inner = state.step + 1, list(state.inner)
+        added = parse(BACKEND, weight).cast(BACKEND, dtypes.FLOAT32)
+        (weights,) = over.mark_varying([state.weight + added])
         ends = due(step, every, count)
         for f, part in enumerate(divided(sizes(leaves), count)):
             kept = over.mark_varying([leaves[i] for i in part]), [anchors[i] for i in part], inner[f]
@@ -159,10 +164,34 @@ def outer(
 
     @operation("outer")
     def join(params: Tree, state: OuterState, begins: Scalar) -> tuple[Tree, OuterState]:
-        params = jax.tree.map(lambda x, outer: jnp.where(begins, outer, x), params, state.params)
-        return params, state._replace(weight=jnp.where(begins, jnp.zeros_like(state.weight), state.weight))
+        leaves, structure, anchors = beside_anchors(params, state)
+        begins = require_flag("begins", begins)
+        chosen = [None if x is None else jnp.where(begins, a, x) for x, a in zip(leaves, anchors, strict=True)]
+        weight = jnp.where(begins, jnp.zeros_like(state.weight), state.weight)
+        return tree.unflatten(structure, chosen), state._replace(weight=weight)
 
     return Outer(init, update, join)
+
+
+def beside_anchors(params: Tree, state: object) -> tuple[list[Leaf], tree.Structure, list[Leaf]]:
+    """The leaves and the structure of an island's parameters, and the leaves of the outer ones, which must match."""
+    outer_params = require_type("an OuterState", state, OuterState).params
+    leaves, structure = tree.flatten(params)
+    anchors = tree.flatten_as(structure, outer_params)
+    for path, x, anchor in zip(structure.paths(), leaves, anchors, strict=True):
+        if x is not None or anchor is not None:
+            require_equal("{}, as in the outer parameters", described(anchor), described(x), path)
+    return leaves, structure, anchors
+
+
+def described(x: Leaf) -> str:
+    return "no leaf" if x is None else f"{dtype_of(x)} of shape {shape_of(x)}"
+
+
+def difference(a: Array, b: Array) -> Array:
+    """``a - b``, in at least float32."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return a.astype(wide) - b.astype(wide)
 
 
 def sizes(leaves: list[Leaf]) -> list[int | None]:

@@ -15,7 +15,7 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
 from gradcombine.errors import invalid
-from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_tree
+from gradcombine.integrations.jax.arrays import apply_updates, as_arrays, optimized, place_beside, require_tree
 from gradcombine.integrations.jax.loss import batch_positions, folded_key
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, unbound, with_mesh_of
@@ -89,13 +89,11 @@ def optimize(
     Returns:
       The new ``(params, opt_state)``, in their old dtypes, and the metrics.
     """
-    import optax
-
     (params, old_state), values = kept, objective.reported(combined)
     shapes = [np.shape(x) for x in jax.tree.leaves(params)]
     has_shards = [np.shape(x) for x in jax.tree.leaves(values["grads"])] != shapes
     try:
-        updates, opt_state = optimizer.update(values["grads"], old_state, params, value=values["total"])
+        updates, opt_state = optimized(optimizer, values["grads"], old_state, params, value=values["total"])
         if has_shards and jax.tree.map(np.shape, updates) != jax.tree.map(np.shape, params):
             raise TypeError("updates of other shapes than the parameters")
     except (TypeError, ValueError) as error:
@@ -108,7 +106,7 @@ def optimize(
         raise invalid(expected, str(error)) from error
     optional = (values.get(name) for name in ("aux", "grad_norm", "grad_norms"))
     metrics = StepMetrics(jnp.asarray(True), values["value"], values["weight"], *optional)
-    return (optax.apply_updates(params, updates), keep_dtypes(opt_state, old_state)), metrics
+    return (apply_updates(params, updates), opt_state), metrics
 
 
 def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Tree]) -> list[Tree]:

@@ -16,7 +16,13 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
 from gradcombine.errors import GradCombineError, invalid, operation, require_given, require_type, within
-from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
+from gradcombine.integrations.jax.arrays import (
+    apply_updates,
+    as_arrays,
+    optimized,
+    place_beside,
+    require_transformation,
+)
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
@@ -257,9 +263,8 @@ class Accumulation:
 
         def transform(kept: tuple[Tree, Tree], gradients: Tree) -> tuple[tuple[Tree, Tree], Tree]:
             inner_state, inner_params = kept[0], cast(Any, kept[1] if self._applies else params)
-            result, new = self._inner.update(cast_as(gradients, dtypes), inner_state, inner_params, **extra_args)
-            new = keep_dtypes(new, inner_state)
-            return ((new, optax.apply_updates(inner_params, result)), ()) if self._applies else ((new, ()), result)
+            result, new = optimized(self._inner, cast_as(gradients, dtypes), inner_state, inner_params, **extra_args)
+            return ((new, apply_updates(inner_params, result)), ()) if self._applies else ((new, ()), result)
 
         # On one replica, the branches that return updates are elementwise: on GPUs, XLA fuses a conditional with the
         # operations that read the updates, while a loop would have to write the updates to memory.

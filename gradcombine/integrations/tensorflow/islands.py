@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from gradcombine import reductions
+from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown, within
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
@@ -23,7 +24,10 @@ from gradcombine.integrations.tensorflow.inputs import (
 from gradcombine.integrations.tensorflow.state import local_variable
 from gradcombine.places.fragments import divided, due
 from gradcombine.places.replicas import all_reduce, tf_replicas
+from gradcombine.places.window import require_flag
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
 from gradcombine.types import Order, Scalar
 
@@ -38,6 +42,7 @@ class Fragment(NamedTuple):
 
     def reset(self, condition: Scalar) -> None:
         """Resets this island to the outer parameters if the condition holds; in replica context."""
+        condition = require_flag("begins", condition)
         for param, target in zip(self.params, self.targets, strict=True):
             param.assign(tf.where(condition, tf.convert_to_tensor(target), tf.convert_to_tensor(param)))
         self.weight.assign(tf.where(condition, 0.0, tf.convert_to_tensor(self.weight)))
@@ -177,16 +182,14 @@ class Outer(tf.Module):
             self._strategy.run(fragment.reset, args=(begins,))
 
     def _add_weight(self, weight: Scalar) -> None:
-        weight = tf.cast(weight, tf.float32)
-        if weight.shape.rank:
-            raise invalid("a scalar as weight", f"shape {weight.shape}")
+        weight = parse(BACKEND, weight).cast(BACKEND, dtypes.FLOAT32)
         for fragment in self._fragments():
             fragment.weight.assign_add(weight)
 
     def _exchange(self, fragment: Fragment) -> None:
         def gradient() -> list[tf.Tensor]:
             pairs = zip(fragment.targets, fragment.params, strict=True)
-            differences = [tf.cast(x, tf.float32) - tf.cast(x_i, tf.float32) for x, x_i in pairs]
+            differences = [difference(x, x_i) for x, x_i in pairs]
             weight = tf.convert_to_tensor(fragment.weight)
             mean = all_reduce(self._reduction, differences, tf_replicas(), weight, self._order)
             return [tf.cast(g, x.dtype) for g, x in zip(mean, fragment.targets, strict=True)]
@@ -194,3 +197,9 @@ class Outer(tf.Module):
         if fragment.targets:
             fragment.update.run(self._strategy.run(gradient), range(len(fragment.targets)))
         self._strategy.run(fragment.reset, args=(True,))
+
+
+def difference(a: Any, b: Any) -> tf.Tensor:
+    """``a - b`` in float32, subtracted in at least float32."""
+    wide = tf.float64 if tf.as_dtype(a.dtype) == tf.float64 else tf.float32
+    return tf.cast(tf.cast(a, wide) - tf.cast(b, wide), tf.float32)

@@ -132,6 +132,26 @@ def test_through_a_wire() -> None:
     assert 0 < error <= np.abs(added["w"]).max() / 64  # half a step of a block of 7 bits, for each of two roundings
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_small_steps_in_float64_are_not_lost() -> None:
+    islands = outer(optax.sgd(1.0), 1, OVER)
+
+    def island(_: Any) -> Any:
+        params = jnp.ones(2, jnp.float64)
+        return islands.update(params - 2.0**-40, islands.init(params))[0]
+
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(jax.vmap(island, axis_name=AXIS)(jnp.arange(2)), 1 - np.full((2, 2), 2.0**-40))
+
+
+def called(name: str, *arguments: Any, params: Any = None, state: Any = None) -> None:
+    """Calls a method on two islands; without ``params`` and ``state``, nothing but the other arguments is wrong."""
+    islands = outer(optax.sgd(1.0), 2, OVER)
+    made = islands.init({"w": jnp.zeros(3)})
+    given = {"w": jnp.zeros(3)} if params is None else params, made if state is None else state
+    jax.vmap(lambda _: getattr(islands, name)(*given, *arguments), axis_name=AXIS)(jnp.arange(2))
+
+
 BAD = {
     "no transformation": lambda: outer(lambda x: x, 2, OVER),
     "no steps": lambda: outer(optax.sgd(1.0), 0, OVER),
@@ -140,6 +160,21 @@ BAD = {
     "more fragments than steps": lambda: outer(optax.sgd(1.0), 2, OVER, fragments=3),
     "a reduction that was not called": lambda: outer(optax.sgd(1.0), 2, OVER, reduction=gc.reductions.mean),
     "integers": lambda: outer(optax.sgd(1.0), 2, OVER).init({"n": np.arange(3)}),
+    "floats of 8 bits": lambda: outer(optax.sgd(1.0), 2, OVER).init({"n": jnp.zeros(3, jnp.float8_e4m3fn)}),
+    "another state": lambda: called("update", state={}),
+    "another state, join": lambda: called("join", True, state={}),
+    "a weight that is no number": lambda: called("update", "a"),
+    "no weight": lambda: called("update", None),
+    "weights": lambda: called("update", jnp.ones(3)),
+    "a negative weight": lambda: called("update", -1),
+    "a shape": lambda: called("update", params={"w": jnp.zeros(4)}),
+    "a shape, join": lambda: called("join", True, params={"w": jnp.zeros(4)}),
+    "a dtype": lambda: called("update", params={"w": jnp.zeros(3, jnp.bfloat16)}),
+    "a structure": lambda: called("update", params={"v": jnp.zeros(3)}),
+    "a structure, join": lambda: called("join", True, params={"v": jnp.zeros(3)}),
+    "no leaf": lambda: called("update", params={"w": None}),
+    "no flag": lambda: called("join", "a"),
+    "flags": lambda: called("join", jnp.array([True, False, True])),
 }
 
 

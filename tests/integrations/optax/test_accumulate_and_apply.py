@@ -99,3 +99,36 @@ def test_errors_name_it() -> None:
         tx.apply(GRADS[0], (), PARAMS)
     with pytest.raises(gc.GradCombineError, match="accumulate_and_apply: expected the parameters to update"):
         tx.apply(GRADS[0], tx.init(PARAMS), None)
+
+
+def optimizer(update: Any) -> optax.GradientTransformation:
+    """A transformation with this update, whose state is a dict with one array of one element."""
+    return optax.GradientTransformation(lambda params: {"n": jnp.zeros(1)}, update)
+
+
+BAD_OPTIMIZERS = {
+    "a state that grows": (lambda u, s, p: (u, {"n": jnp.concatenate([s["n"]] * 2)}), r"leaf \['n'\].*shape \(2,\)"),
+    "a state with another key": (lambda u, s, p: (u, {**s, "m": s["n"]}), "whose structure and shapes do not change"),
+    "a dict": (lambda u, s, p: {"updates": u, "state": s}, "a tuple of updates and state, received dict"),
+    "updates of another structure": (lambda u, s, p: (u["w"], s), r"leaf \(root\)"),
+    "updates of another shape": (lambda u, s, p: ({"w": u["w"][:1]}, s), r"leaf \['w'\].* \(3,\), received \(1,\)"),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", BAD_OPTIMIZERS)
+def test_what_an_optimizer_may_not_do(name: str, jit: bool) -> None:
+    update, message = BAD_OPTIMIZERS[name]
+    tx, params = accumulate_and_apply(optimizer(update), 1), {"w": jnp.zeros(3)}
+    apply = jax.jit(tx.apply) if jit else tx.apply
+    with pytest.raises(gc.GradCombineError, match=f"^accumulate_and_apply: .*{message}"):
+        apply(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("params", [{"v": jnp.zeros(3)}, {"w": jnp.zeros(4)}, {"w": jnp.zeros(1)}], ids=str)
+def test_parameters_that_the_window_was_not_made_for(params: Any, jit: bool) -> None:
+    tx = accumulate_and_apply(optax.sgd(1.0), 1)
+    state, grads = tx.init({"w": jnp.zeros(3)}), {"w": jnp.zeros(3)}
+    with pytest.raises(gc.GradCombineError, match=r"^accumulate_and_apply: leaf \['[vw]'\]"):
+        (jax.jit(tx.apply) if jit else tx.apply)(grads, state, params)

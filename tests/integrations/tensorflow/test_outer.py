@@ -191,6 +191,10 @@ BAD = {
     "a schedule": lambda: Outer([variable()], nesterov(), lambda i: 2),
     "more fragments than steps": lambda: Outer([variable()], [nesterov(), nesterov()], 1),
     "a weight that is no scalar": lambda: Outer([variable()], nesterov(), 2).update([1.0, 2.0]),
+    "a negative weight": lambda: Outer([variable()], nesterov(), 2).update(-1.0),
+    "a weight that is no number": lambda: Outer([variable()], nesterov(), 2).update("a"),
+    "no flag": lambda: Outer([variable()], nesterov(), 2).join(1.0),
+    "a vector of flags": lambda: Outer([variable()], nesterov(), 2).join(tf.constant([True, False])),
     "error feedback": lambda: Outer(
         [variable()], nesterov(), 1, reduction=gc.reductions.fed_back(gc.reductions.mean(wire=gc.wires.blocks(8)))
     ).update(),
@@ -198,6 +202,14 @@ BAD = {
     "variables of one device": on_one_device,
     "a call inside strategy.run": inside,
 }
+
+
+def test_small_steps_in_float64_are_not_lost() -> None:
+    x = tf.Variable(tf.ones(2, tf.float64))
+    islands = Outer([x], keras.optimizers.SGD(1.0), 1)
+    islands.params[0].assign_sub(tf.fill([2], tf.constant(2.0**-40, tf.float64)))
+    islands.update()
+    np.testing.assert_array_equal(x.numpy(), [1 - 2.0**-40] * 2)
 
 
 @pytest.mark.parametrize("name", BAD)
