@@ -55,9 +55,9 @@ def rounded_quotient(
     result = backend.shift_right(kept, 2) + up
     result = result + backend.shift_left(backend.where(exponent > 1, exponent - 1, exponent * 0), 23)
     result = backend.where(exponent > 254, result * 0 + _INFINITY, result) | ((bits ^ divisor_bits) & _SIGN)
-    return backend.where(
-        _ordinary(bits) & _ordinary(divisor_bits), backend.bitcast(result, _FLOAT), divide(array, divisor)
-    )
+    ordinary = _ordinary(bits) & _ordinary(divisor_bits)
+    quotient = backend.where(ordinary, backend.bitcast(result, _FLOAT), divide(array, divisor))
+    return backend.where(divisor == 1, array, quotient)  # a compiler drops all of it for a divisor that it knows is 1
 
 
 def _split(backend: Backend, magnitude: Array) -> tuple[Array, Array]:

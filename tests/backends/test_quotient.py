@@ -32,6 +32,7 @@ PAIRS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "any": lambda: (any_floats(), any_floats()),
     "means": lambda: (floats_from(-4, 4), RANDOM.integers(1, 4096, COUNT).astype(np.float32)),
     "a scalar": lambda: (any_floats(), np.float32(7)),
+    "one": lambda: (any_floats(), np.float32(1)),
     "subnormal dividends": lambda: (floats_from(-149, -126), floats_from(-40, 40)),
     "subnormal divisors": lambda: (floats_from(-149, -100), floats_from(-149, -126)),
     "subnormal quotients": lambda: (floats_from(-30, 0), floats_from(110, 126)),
