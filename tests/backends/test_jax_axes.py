@@ -89,6 +89,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @WAYS
 @ORDERS
 def test_nested_axes_together(way: Callable[..., Any], order: Any) -> None:

@@ -89,7 +89,7 @@ def test_a_merged_window_is_typed_as_the_same_everywhere(order: Any) -> None:
     np.testing.assert_array_equal(sharded(step, own, same, check_vma=True)(X), X.reshape(4, 2).mean(0))
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 def test_several_axes_rank_in_row_major_order(order: Any, check_vma: bool) -> None:

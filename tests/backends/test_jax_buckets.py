@@ -80,6 +80,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @WAYS
 def test_sums_and_stacks_have_the_bits_of_leaves_that_go_alone(way: str) -> None:
     import jax

@@ -63,7 +63,7 @@ def damaged(data: bytes, rng: np.random.Generator, case: int) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("write", WRITERS)
 def test_damage_is_one_class_of_error_and_little_memory(write: Callable[[Path], Path], tmp_path: Path) -> None:
     path, rng = write(tmp_path), np.random.default_rng(0)

@@ -126,6 +126,7 @@ def test_outside_of_the_axis_a_write_is_refused() -> None:
         variable.assign_add(variable.init(np.float32(1)), np.float32(1))
 
 
+@pytest.mark.full
 def test_a_value_that_is_summed_already_is_refused() -> None:
     """With check_vma, a value of invariant type cannot be one replica's contribution."""
     import jax

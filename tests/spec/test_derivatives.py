@@ -249,7 +249,6 @@ JAX_STATES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize(
     ("place", "second"),

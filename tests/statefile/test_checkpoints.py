@@ -89,6 +89,7 @@ def test_orbax_with_an_optimizer_around_the_window(tmp_path: Path) -> None:
         assert contents(tx.update(grads, other, params)) == contents(tx.update(grads, state, params))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [*(pytest.param(x, marks=pytest.mark.full) if x in ("row mean", "moments") else x for x in REDUCTIONS)]
 )

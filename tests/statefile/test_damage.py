@@ -44,7 +44,7 @@ def outcome(path: Path, header: statefile.Header | None = None) -> str:
     return "loaded"
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("whole", SUFFIXES, indirect=True)
 def test_bits_that_flip_and_files_that_are_cut_off(whole: Path) -> None:
     data, rng, seen = whole.read_bytes(), np.random.default_rng(0), []
@@ -157,6 +157,7 @@ def test_crafted_contents_with_a_fitting_checksum(whole: Path, name: str) -> Non
     tracemalloc.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [".npz"], indirect=True)
 def test_compressed_entries_are_refused_before_they_are_unpacked(whole: Path) -> None:
     bomb = {"0.0.npy": npy(np.zeros(10**8, np.uint8))}

@@ -61,6 +61,7 @@ def empty(framework: str, name: str) -> Any:
     return gc.accumulate(REDUCTIONS[name], EVERY, order="tree").init(as_arrays(framework, LIKE))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("framework", "name"),
     cases([("numpy", "mean"), ("jax", "mean"), ("tensorflow", "several")], CONVERT, REDUCTIONS),
@@ -140,6 +141,7 @@ def test_values_that_are_traced_are_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.full
 def test_windows_are_merged_inside_of_compiled_code() -> None:
     """Traces `resize` of held states, whose position is an array there."""
     mean = reductions.mean()

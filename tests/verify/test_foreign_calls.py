@@ -12,7 +12,6 @@ from gradcombine.verify.foreign_calls import within_seconds
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("swallowed", [0, 1])
 def test_a_call_ends_even_if_the_first_alarm_is_swallowed(swallowed: int) -> None:
     """As Python does with an exception in a finalizer or in a callback of C."""

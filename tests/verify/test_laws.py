@@ -209,7 +209,6 @@ def _held(x: Any, most: float) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "broken",
     [

@@ -91,7 +91,7 @@ def run(passes: Sequence[Pass], k: int, mode: Any, average: bool, compiled: bool
 MODES = ("eager", "graph")
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "average"), cases([("eager", True), ("graph", False)], MODES, (False, True)))
 @settings(max_examples=15)
 @given(k=st.integers(1, 4), passes=st.lists(st.tuples(*[st.none() | st.integers(-9, 9)] * 3), min_size=1, max_size=9))

@@ -83,6 +83,7 @@ def test_each_op(framework: str, ranks: str) -> None:
                 np.testing.assert_array_equal(np.asarray(received), expected, err_msg=op, strict=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("framework", ["jax", pytest.param("tensorflow", marks=pytest.mark.full)])
 def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel(framework: str) -> None:
     rows = np.float32([[2, 0, 0], [6, 0, 0], [0, 3, 0], [0, 0, 5]])
@@ -118,7 +119,6 @@ def test_factors(framework: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("op", ["average", "sum", "product", "adasum"])
 def test_compressed_gradients(op: Any) -> None:
     """2049 needs twelve bits; float16 has eleven. Integers are not compressed."""

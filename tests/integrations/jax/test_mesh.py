@@ -57,7 +57,7 @@ GRADIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
 QUICK = [("tokens", "model", AUTO), ("tree", "fsdp", AUTO)]
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "at", "kind"), cases(QUICK, GRADIENTS, ("whole", "model", "fsdp"), KINDS, pairwise=True)
 )
@@ -97,6 +97,7 @@ def test_replicas_exchange_outside_of_the_loop_alone(at: str, kind: AxisType) ->
     assert float(metrics.weight) == (X[:, 0] > 0).sum()
 
 
+@pytest.mark.full
 def test_gradients_are_split_as_explicit_axes_split_their_parameters() -> None:
     on = mesh(AxisType.Explicit)
     split = {"a": P("data", "model"), "b": P(None, "data"), "c": P(None, "model")}
@@ -141,7 +142,7 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
     np.testing.assert_allclose(params, first - np.float32(means[1] + 0.5 * means[0])[:, None], 1e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("over", [gc.LOCAL, OVER], ids=["local", "data"])
 @pytest.mark.parametrize("every", [2, gc.UNTIL_FLUSH], ids=["two", "until flush"])
 def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None:

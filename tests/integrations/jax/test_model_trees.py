@@ -129,6 +129,7 @@ QUICK_TREES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("way", "tree"), cases(QUICK_TREES, WAYS, TREES))
 def test_the_mean_has_the_structure_and_the_values(way: Callable[[Any], Any], tree: str) -> None:
     params = TREES[tree]()
@@ -183,6 +184,7 @@ def test_a_random_key_has_no_gradient(like: Any, jit: bool) -> None:
         assert [value[name].shape for name in ("key", "keys")] == [(), (2,)]
 
 
+@pytest.mark.full
 def test_keys_and_float0_stay_in_their_places_over_lists_and_replicas() -> None:
     grads = grads_beside_keys()
     total = gc.add_n([grads, grads])

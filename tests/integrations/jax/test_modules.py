@@ -90,7 +90,6 @@ def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
     model = WithState(nnx.Rngs(0))
@@ -101,6 +100,7 @@ def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
     assert model.dropout.rngs.count[...] == 1
 
 
+@pytest.mark.full
 def test_keys_of_random_streams_do_not_replace_a_missing_argument() -> None:
     class Drop(nnx.Module):
         def __init__(self) -> None:
@@ -194,6 +194,7 @@ def test_train_steps_take_modules() -> None:
     chex.assert_trees_all_close(arrays(model), arrays(in_a_scan), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_state_changes_where_a_window_ends() -> None:
     step = train_step(lambda m, x: m(x).sum(), optax.sgd(0.0), every=4)
     model = WithState(nnx.Rngs(0))
@@ -273,6 +274,7 @@ def test_over_replicas() -> None:
     chex.assert_trees_all_close(*statistics, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_terms_of_a_module() -> None:
     def terms(m: Any, x: Any, mask: Any) -> LossOutput:
         terms = {"a": losses.token_mean(m(x), mask), "b": losses.token_mean(m(x) ** 2)}

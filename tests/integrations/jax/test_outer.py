@@ -98,6 +98,7 @@ def test_a_lost_island_changes_nothing() -> None:
         np.testing.assert_array_equal(seen[EVERY - 1]["params"][name][1], alone[EVERY - 1]["params"][name][0])
 
 
+@pytest.mark.full
 def test_an_island_that_joins_begins_from_the_outer_parameters() -> None:
     islands = nesterov()
 
@@ -132,6 +133,7 @@ def test_through_a_wire() -> None:
     assert 0 < error <= np.abs(added["w"]).max() / 64  # half a step of a block of 7 bits, for each of two roundings
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_small_steps_in_float64_are_not_lost() -> None:
     islands = outer(optax.sgd(1.0), 1, OVER)

@@ -138,7 +138,6 @@ def objective(**settings: Any) -> Loss:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("totals", [None, "counted"])
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_in_a_scan(k: int, totals: Any) -> None:
@@ -159,7 +158,6 @@ def test_over_calls(k: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 2])
 def test_over_replicas(k: int) -> None:
     on = mesh(4, "data", AxisType.Explicit)

@@ -194,7 +194,6 @@ def on_mesh(kind: AxisType, *values: Any, spec: P | None = None) -> list[Any]:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
     settings: dict[str, Any] = {"over": gc.jax_axis("data"), "reduction": reductions.mean("exact")}
@@ -215,7 +214,6 @@ def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
     """A window moves from four replicas to one and back."""

@@ -73,6 +73,7 @@ def test_explicit_axes_carry_the_sharding_through_jit() -> None:
         placed(jax.jit(acc.update)(like, state), like)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "order"),
     cases([("mean", "tree"), ("compensated", "sequential")], ("mean", "compensated", "max"), ("sequential", "tree")),
@@ -125,6 +126,7 @@ def by_hand(grads_of: Any) -> Any:
     return run
 
 
+@pytest.mark.full
 def test_a_window_inside_one_program_adds_no_collective_to_those_of_the_gradient() -> None:
     over = mesh()
     weights = params(over)

@@ -95,6 +95,7 @@ def test_padding_looks_up_zeros_and_has_no_gradient() -> None:
     assert gc.combine(row_sum(capacity=2), [row_grads])["e"].indices.tolist() == [2, ROWS]
 
 
+@pytest.mark.full
 def test_ids_out_of_range_are_refused() -> None:
     with pytest.raises(gc.GradCombineError, match="row_sparse: expected indices from 0 to 10, received 11"):
         value_and_row_grad(loss, has_aux=True)(TABLES, {"e": jnp.int32([[11, 2], [0, 0]])}, PARAMS, TARGETS[0])
@@ -133,6 +134,7 @@ def test_microbatches_in_a_scan() -> None:
     _check(jax.jit(run)(BATCH_IDS, TARGETS))
 
 
+@pytest.mark.full
 def test_no_array_of_the_size_of_the_table_is_made() -> None:
     table = jax.ShapeDtypeStruct((10**6, WIDTH), np.float32)
 

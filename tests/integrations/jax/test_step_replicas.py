@@ -65,6 +65,7 @@ def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, form: 
     np.testing.assert_array_equal(metrics.value[:, -1], [ends[0] * MEANS[1]] * N)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("check_vma", "alone"),
     cases([(False, 0), (True, on_replicas.SEPARATE_BYTES)], (True, False), (0, on_replicas.SEPARATE_BYTES)),

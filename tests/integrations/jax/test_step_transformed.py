@@ -58,6 +58,7 @@ def test_it_runs_and_takes_no_buffers_over(form: str, name: str) -> None:
     assert params["w"].is_deleted()
 
 
+@pytest.mark.full
 def test_a_step_differentiates() -> None:
     """With respect to its arguments and to values that its loss closes over."""
 

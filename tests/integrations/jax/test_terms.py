@@ -75,6 +75,7 @@ def totals_of(k: int, replicas: int, mask: Any, chosen: Any) -> dict[str, Any]:
 QUICK = [(2, 2, None), (2, 2, "counted")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("k", "replicas", "totals"),
     cases(QUICK, (1, 2, 3, 4, 8, 16), (1, 2, 4, 8), (None, "counted", "given"), pairwise=True),

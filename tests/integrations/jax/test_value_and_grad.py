@@ -64,6 +64,7 @@ def test_other_reductions(reduction: gc.Reduction) -> None:
     assert equal_bits(grads["w"], expected["w"])
 
 
+@pytest.mark.full
 def test_a_sum_takes_the_weights_that_are_given() -> None:
     summed = value_and_grad(linear, 2, reduction=reductions.sum(), weight=lambda x: x.shape[0])
     value, grads = summed({"w": jnp.ones(4)}, jnp.float32([[4] * 4, [8] * 4, [1] * 4]))
@@ -117,6 +118,7 @@ def test_aux_is_combined_leaf_by_leaf() -> None:
     assert (float(value), float(moments.mean), float(moments.variance)) == (5.0, 5.0, 4.0)
 
 
+@pytest.mark.full
 def test_aux_is_averaged_by_default_and_integers_ask_for_a_reduction() -> None:
     f = value_and_grad(Loss(lambda w, x: (jnp.mean(w * x), {"x": x[0]}), has_aux=True), 3)
     assert float(f(jnp.float32(1), jnp.float32([1, 7, 3, 5, 9]))[0][1]["x"]) == np.float32((2 * 1 + 2 * 3 + 9) / 5)
@@ -151,6 +153,7 @@ def test_batch_statistics_are_those_of_the_last_microbatch() -> None:
     assert float(output.carry) == ((8 / 2 + 3) / 2 + 7) / 2 + 1
 
 
+@pytest.mark.full
 def test_arguments_keep_their_roles() -> None:
     def loss(scale: Any, w: Any, batch: Any, b: Any, *, power: Any) -> Any:
         return jnp.mean(scale * (w["w"] * batch["x"] + batch["y"][:, 0] + b) ** power)

@@ -53,7 +53,7 @@ WINDOWS: dict[str, Callable[[gc.Reduction], Step]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_is_rounded_once(name: str) -> None:
     on = mesh(N, "data")

@@ -64,6 +64,7 @@ def test_gathered_shards_are_the_whole_window(mode: Any, name: str) -> None:
         np.testing.assert_array_equal(result[leaf], np.stack([expected] * N))
 
 
+@pytest.mark.full
 @MODES
 def test_a_contribution_of_weight_0_is_masked(mode: Any) -> None:
     """The last microbatch of one replica holds NaN and has weight 0; those of the other replicas count."""

@@ -63,7 +63,6 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
 def test_the_callback_weighs_the_smaller_last_batch(settings: dict[str, Any]) -> None:
     """11 rows in microbatches of 2 (the last of 1) train like batches of 8 and 3; all sums are exact."""

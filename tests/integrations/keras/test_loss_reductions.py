@@ -64,7 +64,6 @@ QUICK = [
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(("loss", "kind", "settings"), cases(QUICK, LOSSES, KINDS, SETTINGS, pairwise=True))
 def test_a_window_over_the_epoch_weighs_its_examples_as_the_loss_does(loss: str, kind: str, settings: str) -> None:
     function, reduction, counts, weights = LOSSES[loss]
@@ -99,6 +98,7 @@ def test_sample_weights_of_several_outputs_are_refused() -> None:
         made.fit(X, [Y, Y], batch_size=BATCH, verbose=0, sample_weight=COUNTED, callbacks=[FlushAtEpochEnd()])
 
 
+@pytest.mark.full
 def test_a_weight_of_ones_own_is_taken_for_summed_losses() -> None:
     class Counted(Model):
         def microbatch_weight(self, x: Any, y: Any, sample_weight: Any) -> Any:

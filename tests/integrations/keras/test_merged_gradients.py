@@ -100,7 +100,6 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize("way", ["step", "optimizer"])
 @pytest.mark.parametrize("having", [3, 2])
@@ -111,7 +110,7 @@ def test_merged_gradients_are_exchanged_once(way: str, having: int, name: str) -
     assert elements == sum(SIZES)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["step", "optimizer"])
 @pytest.mark.parametrize("name", OF_USERS)
 def test_an_optimizer_that_may_sum_elsewhere_sums(way: str, name: str) -> None:
@@ -120,7 +119,7 @@ def test_an_optimizer_that_may_sum_elsewhere_sums(way: str, name: str) -> None:
     assert elements == 2 * sum(SIZES)
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["step", "optimizer"])
 @pytest.mark.parametrize("renamed", ["_all_reduce_sum_gradients", "_backend_update_step"])
 def test_another_version_of_keras_sums(monkeypatch: pytest.MonkeyPatch, way: str, renamed: str) -> None:

@@ -63,6 +63,7 @@ def test_the_true_mean_over_microbatches_and_replicas() -> None:
     assert w.numpy() == 2 + 5
 
 
+@pytest.mark.full
 def test_a_window_is_rounded_once_by_its_wire() -> None:
     """514 needs nine bits and is rounded to bfloat16's eight; the two terms of 257 are not rounded before the sum."""
     wire = gc.wires.cast("bfloat16")
@@ -92,6 +93,7 @@ def test_keras_raises_where_this_accumulates() -> None:
         step()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("infinite", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_all_replicas_skip_an_infinity_of_any(infinite: int) -> None:
     """Keras checks only the first replica."""
@@ -122,6 +124,7 @@ def test_a_scale_around_it_is_refused() -> None:
             optimizer.build([keras.Variable(0.0)])
 
 
+@pytest.mark.full
 def test_clipping_sees_the_combined_gradient() -> None:
     inner = lambda: keras.optimizers.SGD(-1.0, global_clipnorm=3.0)  # noqa: E731
     step, w, _ = under(mirrored(), lambda: Accumulate(inner(), 1))
@@ -130,6 +133,7 @@ def test_clipping_sees_the_combined_gradient() -> None:
     assert w.numpy() == 2 + 3
 
 
+@pytest.mark.full
 def test_what_takes_its_variables_place_has_the_maximum_of_all_replicas() -> None:
     with mirrored().scope():
         w, scale = keras.Variable(0.0, aggregation="mean"), keras.Variable(0.0, aggregation="mean")
@@ -326,7 +330,6 @@ def test_weights_of_one_of_several_windows_are_refused() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize("having", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("ends", ["call", "flush"])
@@ -363,6 +366,7 @@ def test_a_variable_with_a_gradient_on_one_replica_alone_is_in_the_file(having: 
     assert [float(x.numpy()) for x in variables] == [-2, 0.5 - 4 * share, 1]
 
 
+@pytest.mark.full
 def test_a_copy_goes_on_in_a_function_that_builds_it() -> None:
     w, again = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
     optimizer = Accumulate(keras.optimizers.SGD(0.5, momentum=0.5), 2)

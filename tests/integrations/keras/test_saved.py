@@ -128,6 +128,7 @@ def test_what_nobody_checks_is_not_lost(flush: bool) -> None:
     assert abs(Fraction(float(w[0])) - expected) <= Fraction(1, 2**22) * expected
 
 
+@pytest.mark.full
 def test_a_file_says_what_could_not_be_loaded(tmp_path: Path) -> None:
     x, y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
     model, other = linear(Accumulate("sgd", 3)), linear(Accumulate("sgd", 2))
@@ -206,7 +207,6 @@ CASES = [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)]
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize(
     ("name", "case", "mode"),

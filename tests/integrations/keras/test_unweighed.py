@@ -41,12 +41,13 @@ def warned(model: Any, data: Any, **settings: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("settings", named(("jit", "eager"), SETTINGS))
 def test_arrays_warn_at_the_first_step(settings: dict[str, Any]) -> None:
     assert warned(compiled(**settings), (X, Y), batch_size=4)[0] == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "kind"),
     cases(
@@ -93,7 +94,7 @@ SILENT: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("case", SILENT)
 def test_what_is_no_mean_of_means_is_silent(case: str) -> None:
     make, data, settings = SILENT[case]
@@ -107,6 +108,7 @@ def test_fits_of_one_size_each_are_silent() -> None:
         fit(model, batches(size, size), epochs=2)
 
 
+@pytest.mark.full
 def test_a_fit_warns_after_one_that_had_no_reason() -> None:
     """Its larger batches have already been traced."""
     model = compiled()
@@ -114,6 +116,7 @@ def test_a_fit_warns_after_one_that_had_no_reason() -> None:
     warned(model, batches(4, 3))
 
 
+@pytest.mark.full
 def test_an_optimizer_warns_once() -> None:
     model = compiled()
     warned(model, (X, Y), batch_size=4)

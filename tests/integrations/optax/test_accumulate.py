@@ -300,6 +300,7 @@ def test_bad_updates(arguments: dict[str, Any], message: str) -> None:
         tx.update(**({"updates": PARAMS, "state": tx.init(PARAMS), "params": PARAMS} | arguments))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("door", [accumulate, accumulate_and_apply])
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_ledger_has_the_number_of_the_place_or_the_one_that_is_given(door: Any, order: Any) -> None:

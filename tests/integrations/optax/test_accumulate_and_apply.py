@@ -60,6 +60,7 @@ def test_the_parameters_of_the_transformation(name: str, flush: list[bool], jit:
     assert any(applied for *_, applied in received)
 
 
+@pytest.mark.full
 def test_a_host_that_knows_the_end_needs_no_branch() -> None:
     applying = accumulate_and_apply(SGD, gc.UNTIL_FLUSH)
     step = jax.jit(applying.apply, static_argnames="flush")

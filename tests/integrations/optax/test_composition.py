@@ -77,6 +77,7 @@ ALIKE = (
 """Run in the full tier only: their states and arguments are of types that the other cases cover."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in ALIKE else x for x in INNERS])
 def test_the_inner_transformation_takes_one_step_a_window(name: str) -> None:
     make, extra = INNERS[name]
@@ -110,6 +111,7 @@ def test_hyperparameters_are_read_and_set_in_the_state() -> None:
     assert updates["b"] == 0.25 * 4.5
 
 
+@pytest.mark.full
 def test_it_is_masked_partitioned_and_conditional_from_outside() -> None:
     labels = {"w": "slow", "b": "fast"}
     tx = optax.partition(

@@ -27,6 +27,7 @@ def step(w: Any, state: Any, x: Any) -> Any:
     return optax.apply_updates(w, updates), state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_a_step_on_a_mesh(kind: AxisType) -> None:
     """Integer data makes all sums exact; a microbatch with an infinity is skipped on all replicas."""

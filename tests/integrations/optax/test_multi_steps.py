@@ -174,6 +174,7 @@ def test_300_ones_in_bfloat16() -> None:
     np.testing.assert_array_equal(updates["w"].astype(np.float32)[-1], [-300, -300])
 
 
+@pytest.mark.sampled
 @BOTH
 @pytest.mark.parametrize("done", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
 def test_a_state_that_optax_made_is_taken_over(compat: bool, done: int) -> None:
@@ -209,6 +210,7 @@ def test_a_mean_of_integers_and_another_optimizer_are_refused() -> None:
         MultiSteps(optax.sgd, 2)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.full
 def test_skip_large_has_the_rule_of_optax_below_and_above_its_bound() -> None:
     for bound in (4.5, 5.5):
         ours = skip_large(bound)({"w": jnp.float32([3, 4])}, 0, None)

@@ -82,7 +82,6 @@ QUICK = (1, 4)
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     [

@@ -163,6 +163,7 @@ def test_an_unbound_axis_is_refused() -> None:
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.full
 def test_a_state_may_be_made_where_some_of_the_axes_are_bound() -> None:
     tx = accumulate(NEGATE, 1, over=gc.jax_axis(("outer", "inner")))
 

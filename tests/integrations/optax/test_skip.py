@@ -126,6 +126,7 @@ def test_integer_leaves_stay_exact(mode: str) -> None:
     assert firsts(outputs) == [0, 0, 2**24 + 1]
 
 
+@pytest.mark.full
 def test_the_norm_is_over_all_leaves_and_formed_in_float32() -> None:
     tree = {"a": jnp.full(1, 300, np.float16), "b": jnp.complex64([400j]), "c": None}
     for bound, left_out in ((499.0, True), (500.0, False), (lambda step: 400 + 100 * step, False)):

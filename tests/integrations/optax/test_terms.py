@@ -39,6 +39,7 @@ def formula() -> np.ndarray:
     return ce + (np.cos(w) * x)[SEQUENCES > 0].sum(0) / SEQUENCES.sum(dtype=np.float64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_window_is_the_formula_and_that_of_the_step(order: Any) -> None:
     tx = accumulate(optax.sgd(1.0), 6, denominators=["tokens", "sequences"], order=order)

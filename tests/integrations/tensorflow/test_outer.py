@@ -90,6 +90,7 @@ def test_nothing_is_exchanged_between_boundaries() -> None:
     assert exchanged == [0, 4 + 9, 0, 30]
 
 
+@pytest.mark.full
 def test_a_lost_island_changes_nothing() -> None:
     """An island with weight 0 and NaN parameters changes no bits and gets the outer parameters at the end."""
     with scope("mirrored_2") as strategy:
@@ -130,7 +131,7 @@ def test_through_a_wire() -> None:
     assert 0 < error <= np.abs(added).max() / 128  # half a quantization step of 7 bits; each is rounded once
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["none", "mirrored_2"])
 def test_a_checkpoint_resumes_between_exchanges(name: str, tmp_path: Path) -> None:
     with scope(name) as strategy:

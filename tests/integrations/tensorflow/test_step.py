@@ -67,6 +67,7 @@ def test_windows_match_exact_arithmetic_on_every_replica(strategy: Any, run: Any
         assert step.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.sampled
 @REPLICATED
 def test_flush_applies_a_partial_window_with_its_true_weight(strategy: Any, run: Any) -> None:
     n, w = strategy.num_replicas_in_sync, tf.Variable(tf.zeros(3))
@@ -139,6 +140,7 @@ def test_keras_optimizers_run_at_the_boundary_alone_on_the_mean_itself(name: str
         np.testing.assert_array_equal(copy, alone.numpy(), strict=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [pytest.param(1, marks=FULL), 2])
 def test_mean_of_300_bfloat16_ones_is_1(size: int) -> None:
     with mirrored(size).scope():

@@ -141,7 +141,6 @@ def test_a_gradient_of_an_earlier_window_is_not_forgotten(run: str, tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["none", "mirrored_2"])
 def test_the_function_that_ends_a_window_need_not_have_been_traced_last(strategy: str) -> None:
     with scope(strategy):
@@ -177,7 +176,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "place"),
     cases([("adamw", PLACES[2]), ("averaged", PLACES[1]), ("sgd", PLACES[4])], OPTIMIZERS, PLACES),

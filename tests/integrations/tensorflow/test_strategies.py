@@ -32,6 +32,7 @@ EVERY = 4
 NAMES = (*STRATEGIES, *(pytest.param(name, marks=FULL) for name in ("mirrored_8", "central_2")))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reduction", named(("mean",), {"mean": reductions.mean(), "sum": reductions.sum()}))
 def test_a_strategy_gives_the_bits_of_one_list(name: str, reduction: Any) -> None:

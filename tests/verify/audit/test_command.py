@@ -244,6 +244,7 @@ def test_a_compiler_that_is_not_here_is_named_with_its_command(
         find_target(target)
 
 
+@pytest.mark.full
 def test_a_baseline(here: Path) -> None:
     """Known findings pass; new or more expensive ones fail; different programs cannot be compared."""
     assert run("steps:until", "--json", "before.json").exit_code == 1

@@ -205,7 +205,6 @@ def read(path: Path) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["text", "module", "dump"])
 def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     """Complete files of all types give the same program; truncated ones raise."""

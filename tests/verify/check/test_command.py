@@ -129,6 +129,7 @@ def test_a_mean_of_means_is_named_with_what_to_write(here: Path) -> None:
     assert "mean of means" in page and "Heat map of the distance of each leaf" in page
 
 
+@pytest.mark.full
 def test_a_cause_that_is_known_already_does_not_fail_again(here: Path) -> None:
     run("wrong_case", "--json", "before.json")
     assert run("wrong_case", "--baseline", "before.json")[0] == 0
@@ -186,6 +187,7 @@ def test_what_cannot_run_is_said_in_one_line(here: Path, name: str, options: tup
     assert len(output.strip().splitlines()) == 1
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax")
 def test_the_page_shows_what_the_command_prints(here: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()

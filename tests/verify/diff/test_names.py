@@ -41,7 +41,7 @@ def written(path: Path, names: list[str], start: int) -> Path:
     return path
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_changes_nothing_but_its_own_cell(tmp_path: Path, name: str) -> None:
     """For a compared leaf, one without a counterpart, and in an error; the page includes a histogram of the leaf."""

@@ -48,7 +48,6 @@ def test_clipping_decay_and_bias_correction_happen_once_a_window(inner: Any) -> 
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("batch", "inner", "wrap", "cause", "window"),
     [

@@ -202,7 +202,7 @@ def test_a_loss_of_its_own_precision_is_checked_in_float64(dtype: Any) -> None:
     assert check(ALIKE, SGD, accumulate, loss=partial(narrow, of=jnp.sum)).cause is Cause.SCALED
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize(("of", "cause"), [(jnp.mean, None), (jnp.sum, Cause.SCALED)])
 def test_a_loss_that_python_computes_is_checked_in_its_own_precision(of: Any, cause: Cause | None) -> None:
     @jax.custom_vjp

@@ -181,6 +181,7 @@ def test_a_ring_is_known_over_any_number_of_ranks(count: int) -> None:
     assert str(found.matches[0].candidate) == f"sum, added in a ring over {count} ranks, in float32"
 
 
+@pytest.mark.full
 def test_a_leaf_that_all_candidates_give_says_nothing() -> None:
     zeros = np.zeros(10_000, np.float32)
     trees = [x | {"zeros": zeros, "nan": np.full(3, np.nan, np.float32)} for x in TREES[:5]]
@@ -222,7 +223,6 @@ def test_bad_input_is_named(arguments: Any, message: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
 def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:
     """Products with integers are exact, products with floats are rounded: each result matches only its weights."""

@@ -39,6 +39,7 @@ def exactly(trees: list[dict[str, np.ndarray]], leaf: str, i: int) -> list[Fract
     return [Fraction(float(tree[leaf].reshape(-1)[i])) for tree in trees]
 
 
+@pytest.mark.full
 def test_a_ring_is_found_whatever_its_chunks() -> None:
     """Chunk boundaries depend on the number of channels, which depends on the machine."""
     trees = parts(4)

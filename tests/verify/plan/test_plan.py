@@ -68,7 +68,6 @@ QUICK = ("flush+zero2", "every+zero1", "accumulate")
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if way_of(name).name in QUICK else pytest.mark.full) for name in DEFAULT]
 )
@@ -120,6 +119,7 @@ def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_i
     )
 
 
+@pytest.mark.full
 def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
     """ZeRO-2 cannot be combined with an optimizer that clips by the global norm."""
     clipping = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
@@ -261,6 +261,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("problems", None)
 
 
+@pytest.mark.full
 def test_the_command_shows_the_strategies_and_the_code_of_the_best(here: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "problems:on", "--ways", "window,zero2+exact", "--json", "plan.json"])
     assert done.exit_code == 0, done.output

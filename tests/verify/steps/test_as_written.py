@@ -324,6 +324,7 @@ DIVISIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", [pytest.param(x, marks=[pytest.mark.full] * (x != "by a number")) for x in DIVISIONS])
 def test_sums_that_are_divided_leaf_by_leaf_hide_no_difference(form: str) -> None:
     rng = np.random.default_rng(1)
@@ -453,6 +454,7 @@ def of_modules() -> Any:
     return eqx.nn.Sequential(layers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "params", "returns"),
     [

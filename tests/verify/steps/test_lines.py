@@ -250,7 +250,7 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
         assert (fault.cause, fault.line) == (Cause.MEAN_OF_MEANS, "")
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean of means", "token mean"])
 def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
     """Adam's first update is the sign of the gradient, which the defect does not change."""
@@ -384,7 +384,6 @@ def updated(make_gradient: Any, k: int) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("make_step", [by_tokens, by_each])
 @pytest.mark.parametrize("hides", [False, True], ids=["gradients", "Adam's first step"])
 def test_the_line_that_divides_a_term(make_step: Any, hides: bool) -> None:
@@ -467,6 +466,7 @@ def test_another_epsilon_is_told() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("guard", [False, True], ids=["same", "guarded"])
 def test_the_same_epsilon_passes_with_a_guard_in_addition(guard: bool) -> None:
     report = check_step(lambda k: layer_norm(k, 1e-5, guard and k > 1), LAYER, BATCH)

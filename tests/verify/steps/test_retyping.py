@@ -154,7 +154,6 @@ DRAWS = [jax.random.uniform, jax.random.normal, jax.random.gumbel, partial(jax.r
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("draw", DRAWS)
 def test_random_numbers_stay_those_of_the_program(draw: Any) -> None:
     def run(arrays: list[Any]) -> list[Any]:
@@ -219,7 +218,6 @@ SGD = optax.sgd(0.1, momentum=0.5, accumulator_dtype=jnp.bfloat16)
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize("optimizer", [None, SGD])
 @pytest.mark.parametrize(
     ("defect", "causes"), [("none", []), ("mean of means", [Cause.MEAN_OF_MEANS]), ("drop", [Cause.RANDOM])]

@@ -111,6 +111,7 @@ def test_all_divisions_of_uneven_examples() -> None:
     assert not report.not_checked
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wrong", "cause", "detail"),
     [

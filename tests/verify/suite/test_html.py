@@ -46,6 +46,7 @@ def written(path: Path, report: Report) -> str:
 BROKEN = (row("jax", 4, BITS, False, NAN_DISTANCE), row("jax", 8, BITS, False, 7))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("more", [(), BROKEN], ids=["kept", "broken"])
 def test_a_page_holds_every_row_and_stands_alone(tmp_path: Path, more: tuple[Finding, ...]) -> None:
     text = written(tmp_path / "out.html", report(*more))
@@ -145,7 +146,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.full
 @pytest.mark.usefixtures("verified")
 @pytest.mark.parametrize(("options", "status"), [([], 0), (["--inject-fault"], 1)])
 def test_the_command_writes_the_page(tmp_path: Path, options: list[str], status: int) -> None:
