@@ -216,6 +216,8 @@ def _require_stacked(arrays: Sequence[np.ndarray]) -> None:
     expected = "arrays with a leading axis of replicas, of which the last three are the integers step, index, touched"
     if wrong:
         raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
+    if lowest := min(0, *(int(x.min(initial=0)) for x in arrays[-3:])):
+        raise invalid("step, index and touched that are not negative", lowest)
 
 
 def _states(window: KerasWindow, saved: Sequence[np.ndarray], description: str) -> list[AccumulateState]:

@@ -99,6 +99,20 @@ def test_a_window_that_cannot_go_on_is_refused(way: str, every: int, before: Any
     assert bits(new.variables) == state
 
 
+@pytest.mark.parametrize("position", [-3, -2, -1], ids=["step", "index", "touched"])
+def test_a_negative_count_is_refused(position: int) -> None:
+    (old, v), (new, _) = made(3), made(3)
+    feed(old, v, range(1, 3))
+    store: dict[str, Any] = {}
+    old.save_own_variables(store)
+    name = sorted((x for x in store if x.isdecimal()), key=int)[position]
+    store[name] = -np.ones_like(store[name])
+    state = bits(new.variables)
+    with pytest.raises(GradCombineError, match="not negative, received -1"):
+        new.load_own_variables(store)
+    assert bits(new.variables) == state
+
+
 @pytest.mark.parametrize("way", ["store", "weights", "assigned"])
 @pytest.mark.parametrize("every", [2, 5])
 def test_a_window_that_was_applied_is_over(way: str, every: int) -> None:
