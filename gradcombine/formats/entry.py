@@ -14,6 +14,11 @@ PIECE = 1 << 20
 """Number of elements that are read at a time."""
 
 
+_MOST_AXES = 64
+_MOST_BYTES = 2**63 - 1
+"""NumPy's limits. The latter also holds without the axes of length 0."""
+
+
 class Entry(NamedTuple):
     """A named array in a file.
 
@@ -72,6 +77,10 @@ class Entry(NamedTuple):
     def _require_readable(self) -> None:
         if self.unread:
             raise invalid("an array of numbers", self.unread, self.name)
+        nonzero = math.prod(filter(None, self.shape)) * self.dtype.itemsize
+        if len(self.shape) > _MOST_AXES or nonzero > _MOST_BYTES:
+            expected = f"a shape that NumPy can represent, of at most {_MOST_AXES} axes"
+            raise invalid(expected, f"one of {len(self.shape)} axes and {nonzero} bytes", self.name)
 
 
 def from_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], Iterator[np.ndarray]]) -> Entry:

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -70,6 +70,10 @@ def _error(value: Scalar) -> GradCombineError:
     return invalid(EXPECTED, f"{value}: a contribution cannot be subtracted" if value < 0 else value)
 
 
+def _is_numpy(weight: Scalar) -> bool:
+    return isinstance(weight, np.ndarray) and not cast("np.ndarray", weight).dtype.hasobject
+
+
 def parse(backend: Backend, weight: Scalar) -> Weight:
     """Validates a weight.
 
@@ -78,6 +82,10 @@ def parse(backend: Backend, weight: Scalar) -> Weight:
         dtype are checked: an invalid one acts as NaN, except that it multiplies integer leaves, which have no NaN, as
         it is. The reduction `checked` raises for it at run time.
     """
+    if _is_numpy(weight):
+        if weight.shape != ():
+            raise invalid("a weight of shape ()", f"one of shape {weight.shape}")
+        weight = weight[()]
     # np.timedelta64 is a subclass of NumPy's integers.
     if isinstance(weight, numbers.Real) and not isinstance(weight, np.timedelta64):
         is_integer = isinstance(weight, numbers.Integral)

@@ -81,9 +81,9 @@ def require_path(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a file atomically. Equal contents give equal bytes."""
-    with replacing(path) as file:
+def write(path: Path, text: str, arrays: Mapping[str, np.ndarray], exclusive: bool = False) -> None:
+    """Writes a file atomically. Equal contents give equal bytes. Raises FileExistsError as `replacing` does."""
+    with replacing(path, exclusive) as file:
         if path.suffix == ".npz":
             npz.write(file, {_TEXT: np.frombuffer(text.encode(), np.uint8), **arrays})
         else:
@@ -128,19 +128,22 @@ POSIX = os.name == "posix"
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[IO[bytes], None, None]:
+def replacing(path: Path, exclusive: bool = False) -> Generator[IO[bytes], None, None]:
     """Opens a temporary file that replaces ``path`` atomically after the block, and is removed after an error.
 
     The contents are synced to disk before the rename, so that a crash leaves either the old or the new file. If the
     path is a symbolic link, its target is replaced. Mode and owner of the old file are kept. Temporary files that
     killed writers of the same path have left behind are removed first.
+
+    Raises:
+      FileExistsError: with ``exclusive``, if the path exists after the block, on file systems with hard links.
     """
     target = Path(os.path.realpath(path))
     try:
         old = os.stat(path)
     except FileNotFoundError:
         old = None
-    _remove_abandoned(target)
+    remove_abandoned(target)
     # Not readable by others before it has the mode of the old file.
     draft, descriptor = _locked_draft(target, 0o666 if old is None else 0o600)
     try:
@@ -151,9 +154,9 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
                 _take_over(descriptor, old)
             os.fsync(descriptor)
             if POSIX:  # rename while the lock is held; other systems cannot rename an open file
-                os.replace(draft, target)
+                _publish(draft, target, exclusive)
         if not POSIX:
-            os.replace(draft, target)
+            _publish(draft, target, exclusive)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -164,6 +167,21 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _publish(draft: Path, target: Path, exclusive: bool) -> None:
+    """Renames a temporary file to its target; with ``exclusive``, raises if that exists."""
+    if exclusive:
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            os.replace(draft, target)
+        else:
+            draft.unlink()
+    else:
+        os.replace(draft, target)
 
 
 def _locked_draft(target: Path, mode: int) -> tuple[Path, int]:
@@ -177,7 +195,7 @@ def _locked_draft(target: Path, mode: int) -> tuple[Path, int]:
         return draft, descriptor
 
 
-def _remove_abandoned(target: Path) -> None:
+def remove_abandoned(target: Path) -> None:
     """Removes the temporary files of ``target`` that no writer has locked.
 
     Those of other targets stay: on a file system whose locks are local, their writers may run on other machines.

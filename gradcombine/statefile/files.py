@@ -53,7 +53,7 @@ def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> No
     >>> acc.value(acc.update({"w": np.float32([3, 4])}, state, weight=3))
     {'w': array([2.5, 3.5], dtype=float32)}
     """
-    _write(path, reduction, [state])
+    write(path, reduction, [state])
 
 
 @operation("statefile.load")
@@ -118,7 +118,7 @@ def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Se
     [1.0, 5.0]
     """
     listed = require_list("a list of states, one per replica", states)
-    _write(path, reduction, listed)
+    write(path, reduction, listed)
 
 
 @operation("statefile.load_replicas")
@@ -167,9 +167,16 @@ def inspect(path: str | os.PathLike[str]) -> Header:
         return headers.decode(container.read(source).text)
 
 
-def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
-    check(reduction=reduction)
+def write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State], exclusive: bool = False) -> None:
+    """Saves the states of all replicas. With ``exclusive``, raises FileExistsError for a path that exists."""
     target = require_path(path)
+    header, arrays = encoded(reduction, states)
+    container.write(target, headers.encode(header), arrays, exclusive)
+
+
+def encoded(reduction: Reduction, states: Sequence[State]) -> tuple[Header, dict[str, np.ndarray]]:
+    """The header of a file of these states, and the arrays as they are stored."""
+    check(reduction=reduction)
     parts = [on_host(state) for state in states]
     first = layout(parts[0])
     for rank, part in enumerate(parts):
@@ -195,7 +202,7 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
     header = Header(
         gradcombine.__version__, reduction.name, reduction.description, len(parts), levels, first.kinds, tuple(leaves)
     )
-    container.write(target, headers.encode(header), arrays)
+    return header, arrays
 
 
 def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None) -> list[State]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
-from gradcombine.errors import invalid, require_equal, require_given, require_integer, translate_errors
+from gradcombine.errors import MOST_REPLICAS, invalid, require_equal, require_given, require_integer, translate_errors
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
@@ -93,7 +93,7 @@ def decode(text: str) -> Header:
         gradcombine=_of(str, fields["gradcombine"]),
         reduction=_of(str, fields["reduction"]),
         settings=None if fields["version"] == 2 else _of(str, fields["settings"]),
-        replicas=require_integer("1 replica or more", fields["replicas"]),
+        replicas=require_integer("1 replica or more", fields["replicas"], highest=MOST_REPLICAS),
         levels=None if levels is None else require_integer(f"from 1 to {MAX_LEVELS} levels", levels, 1, MAX_LEVELS),
         kinds={_of(str, path): _of(str, kind) for path, kind in _of(dict, fields["kinds"]).items()},
         leaves=tuple(_leaf(leaf) for leaf in _of(list, fields["leaves"])),

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
 from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import last
 from gradcombine.resilience import ledger
 from gradcombine.settings import check, valid
-from gradcombine.statefile.files import inspect, load, require_composition, save
-from gradcombine.statefile.header import on_host
-from gradcombine.types import State, Tree
+from gradcombine.statefile.container import remove_abandoned
+from gradcombine.statefile.files import encoded, inspect, load, require_composition, save, write
+from gradcombine.statefile.header import value_of
+from gradcombine.types import Leaf, State, Tree
 
 _KEPT = last()
-_BEGUN, _PART = "begun", re.compile(r"window-(\d{8,})\.(begun|\d+)\.npz")
+_BEGUN, _PART = "begun", re.compile(r"window-(\d{8,})\.(begun|0|[1-9]\d*)\.npz")
 _WINDOWS = 2
 """Number of windows whose files are kept: if the newest beginning is damaged, the previous window is complete."""
 
@@ -73,11 +77,18 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
     index = valid("index", index)
     path = _path(folder, index, _BEGUN)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_saved(path, begun):
-        save(path, _KEPT, _KEPT.update(_KEPT.init(begun), begun))
+    words = _words(begun)
+    state = _KEPT.update(_KEPT.init(words), words)
+    try:
+        if not _is_saved(path, state, words):
+            # Exclusively, unless a damaged file is replaced: of processes that arrive at once, one writes.
+            write(path, _KEPT, [state], exclusive=not path.exists())
+    except FileExistsError:
+        _is_saved(path, state, words)
     for file, window, _ in _files(path.parent):
-        if window <= index - _WINDOWS:
+        if window <= index - _WINDOWS and not file.is_dir():
             file.unlink(missing_ok=True)
+            remove_abandoned(file)
 
 
 @operation("statefile.save_part")
@@ -138,7 +149,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     beginnings = sorted(((index, file) for file, index, holder in files if holder == _BEGUN), reverse=True)
     for index, file in beginnings:
         try:
-            window, begun = index, _KEPT.finalize(load(file, _KEPT, start))
+            window, begun = index, _from_words(_KEPT.finalize(load(file, _KEPT, _words(start))), start)
             break
         except GradCombineError as error:
             left_out[file.name] = str(error)
@@ -176,17 +187,59 @@ def _disjoint(parts: dict[int, State]) -> dict[int, State]:
     return dict(sorted(chosen.items()))
 
 
-def _is_saved(path: Path, begun: Tree) -> bool:
-    """Whether a file holds this tree: false if it is missing or damaged; raises if it holds another tree."""
+def _is_saved(path: Path, state: State, words: Tree) -> bool:
+    """Whether a file holds this state: false if it is missing or damaged; raises if it holds another one."""
     try:
-        stored = _KEPT.finalize(load(path, _KEPT, begun))
-    except (GradCombineError, OSError):
+        saved = inspect(path).leaves
+    except (FileNotFoundError, GradCombineError):
         return False
-    (ours, structure), theirs = (tree.flatten(on_host(x)) for x in (begun, stored))
-    for leaf_path, x, y in zip(structure.paths(), ours, theirs[0], strict=True):
-        if x is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
+    ours = encoded(_KEPT, [state])[0].leaves
+    for a, b in zip_longest(ours, saved):
+        if a != b:
+            leaf_path = (a or b).path.removeprefix(".value")
             raise invalid(f"the bits that another process saved in {path.name}", "other bits", leaf_path)
+    try:
+        load(path, _KEPT, words)
+    except GradCombineError:
+        return False
     return True
+
+
+_WORD = np.dtype(np.uint32)
+
+
+def _words(values: Tree) -> Tree:
+    """The tree with words of 32 bits in place of narrower elements, which `last` would widen."""
+    leaves, structure = tree.flatten(values)
+    return tree.unflatten(structure, [_packed(x, path) for x, path in zip(leaves, structure.paths(), strict=True)])
+
+
+def _packed(leaf: Leaf, path: str) -> Leaf:
+    if leaf is None:
+        return None
+    if is_absent(leaf):
+        raise invalid("an array of numbers (of a PRNG key: jax.random.key_data)", f"an array of {leaf.dtype}", path)
+    dtype = dtype_of(leaf)
+    if dtype.itemsize >= _WORD.itemsize or dtype.kind == "b":
+        return leaf
+    contents = value_of(leaf, path).tobytes()
+    return np.frombuffer(contents + bytes(-len(contents) % _WORD.itemsize), _WORD)
+
+
+def _from_words(words: Tree, like: Tree) -> Tree:
+    """The inverse of `_words`."""
+    leaves, structure = tree.flatten(like)
+    return tree.unflatten(
+        structure, [_unpacked(x, leaf) for x, leaf in zip(tree.flatten_as(structure, words), leaves, strict=True)]
+    )
+
+
+def _unpacked(words: Leaf, like: Leaf) -> Leaf:
+    if like is None or dtype_of(like).itemsize >= _WORD.itemsize or dtype_of(like).kind == "b":
+        return words
+    shape, dtype = shape_of(like), dtype_of(like)
+    array = np.asarray(words).view(np.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return resolve([like]).asarray(array)
 
 
 def _path(folder: str | os.PathLike[str], index: int, holder: str) -> Path:
@@ -200,5 +253,9 @@ def _name(index: int, holder: str) -> str:
 
 def _files(folder: Path) -> list[tuple[Path, int, str]]:
     """The files in a folder, each with the index of its window and its holder, or ``"begun"``."""
-    matches = [(file, _PART.fullmatch(file.name)) for file in sorted(folder.glob("window-*.npz"))]
+    try:
+        names = sorted(os.listdir(folder))  # raises where Path.glob would ignore an unreadable folder
+    except FileNotFoundError:
+        return []
+    matches = [(folder / name, _PART.fullmatch(name)) for name in names]
     return [(file, int(match[1]), match[2]) for file, match in matches if match]

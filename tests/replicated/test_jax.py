@@ -144,3 +144,16 @@ def test_a_value_that_is_summed_already_is_refused() -> None:
 
 def _bits(x: Any) -> np.ndarray:
     return np.asarray(x).view(np.uint32)
+
+
+@pytest.mark.parametrize("kind", ["key", "float0"])
+def test_what_holds_no_numbers_is_refused(kind: str) -> None:
+    """Instead of dropping the write."""
+    import jax
+
+    value = jax.random.key(1) if kind == "key" else np.zeros((), jax.dtypes.float0)
+    variable = replicated.variable("none", "on_read", over=gc.LOCAL)
+    with pytest.raises(gc.GradCombineError, match=r"^replicated\.init: "):
+        variable.init({"x": value})
+    with pytest.raises(gc.GradCombineError, match=r"^replicated\.assign: "):
+        variable.assign(variable.init({"x": np.float32(3)}), {"x": value})

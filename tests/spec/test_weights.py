@@ -235,3 +235,18 @@ def test_an_integer_that_no_array_holds_is_an_error() -> None:
 
     with pytest.raises(gc.GradCombineError, match=r"an integer weight below 2\*\*32 or exact in float32"):
         jax.jit(lambda x: gc.combine(reductions.zeroed(MEAN), [x], [2**40 + 1]))(np.float32([1]))
+
+
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("jax", marks=pytest.mark.needs("jax"))])
+@pytest.mark.parametrize("weight", [3.0, 3], ids=str)
+def test_a_numpy_scalar_in_an_array_is_a_number(framework: str, weight: float) -> None:
+    """In JAX, an array of 64 bits would need jax_enable_x64."""
+    leaf: Any = np.float32([1, 2])
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        leaf = jnp.asarray(leaf)
+    result = gc.combine(reductions.sum(), [leaf, leaf], [np.asarray(weight), np.asarray(weight)])
+    np.testing.assert_array_equal(result, [6, 12])
+    with pytest.raises(gc.GradCombineError, match=r"a weight of shape \(\), received one of shape \(1,\)"):
+        gc.combine(reductions.sum(), [leaf], [[np.ones(1)][0]])

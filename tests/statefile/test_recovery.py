@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -199,3 +201,83 @@ def test_a_full_disk_leaves_the_last_part(tmp_path: Path, monkeypatch: pytest.Mo
             statefile.begin_window(tmp_path, 1, START)
     found = statefile.recover(tmp_path, MEAN, START, START)
     assert found.window == 0 and ledger.read(*found.parts.values()).held == (0,)
+
+
+NARROW = [
+    np.int8([1, -3, 7]),
+    np.uint16([[1, 3]]),
+    np.array([1, 2], ml_dtypes.int4),
+    np.uint16([0x7F81, 0xFFC1, 1]).view(ml_dtypes.bfloat16),
+    np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2),
+    np.uint16([0x7C01]).view(np.float16),
+    np.array([True, False]),
+    np.zeros((0, 2), np.int8),
+]
+
+
+@pytest.mark.parametrize("leaf", NARROW, ids=lambda leaf: leaf.dtype.name)
+def test_a_beginning_keeps_every_bit(tmp_path: Path, leaf: np.ndarray) -> None:
+    """Narrow integers, for instance of an 8-bit optimizer, and NaN payloads."""
+    tree = {**START, "leaf": leaf}
+    for _ in range(2):  # a second process has the same tree
+        statefile.begin_window(tmp_path, 0, tree)
+    begun = statefile.recover(tmp_path, MEAN, START, tree).begun
+    assert (begun["leaf"].dtype, begun["leaf"].shape) == (leaf.dtype, leaf.shape)
+    assert (begun["leaf"].tobytes(), begun["w"].tobytes()) == (leaf.tobytes(), START["w"].tobytes())
+
+
+@pytest.mark.needs("jax")
+def test_a_random_key_is_no_beginning(tmp_path: Path) -> None:
+    import jax
+
+    with pytest.raises(GradCombineError, match=r"^statefile.begin_window: leaf \['key'\]: .* jax.random.key_data"):
+        statefile.begin_window(tmp_path, 0, {"key": jax.random.key(0)})
+
+
+OTHERS = [{"w": np.zeros(3)}, {"w": np.zeros(2, np.float32)}, {**START, "b": np.float32(0)}, {"w": START["w"] + 1}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["dtype", "shape", "leaves", "bits"])
+def test_another_beginning_is_never_overwritten(tmp_path: Path, other: Any) -> None:
+    statefile.begin_window(tmp_path, 0, START)
+    with pytest.raises(GradCombineError, match=r"another process saved in window-00000000\.begun\.npz, received other"):
+        statefile.begin_window(tmp_path, 0, other)
+    assert statefile.recover(tmp_path, MEAN, START, START).begun["w"].tobytes() == START["w"].tobytes()
+
+
+def test_of_processes_that_begin_at_once_one_writes(tmp_path: Path) -> None:
+    """Those with other bits raise, however they are interleaved."""
+    for index in range(20):
+        barrier, found = threading.Barrier(2), []
+
+        def begin(value: float, index: int = index, barrier: Any = barrier, found: Any = found) -> None:
+            barrier.wait()
+            try:
+                statefile.begin_window(tmp_path, index, {"w": np.full(100_000, value, np.float32)})
+                found.append("begun")
+            except GradCombineError:
+                found.append("other bits")
+
+        threads = [threading.Thread(target=begin, args=(value,)) for value in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == ["begun", "other bits"]
+
+
+def test_a_folder_that_is_a_file_is_no_new_run(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(NotADirectoryError):
+        statefile.recover(tmp_path / "run", MEAN, START, START)
+
+
+def test_other_names_are_no_parts(tmp_path: Path) -> None:
+    statefile.begin_window(tmp_path, 0, START)
+    part = MEAN.update(MEAN.init(START), Numbered(START, 1))
+    statefile.save_part(tmp_path, 0, 0, MEAN, part)
+    (tmp_path / "window-00000000.00.npz").write_bytes(b"")
+    (tmp_path / "window-00000000.9.npz").mkdir()
+    assert sorted(statefile.recover(tmp_path, MEAN, START, START).parts) == [0]
+    for index in range(1, 4):
+        statefile.begin_window(tmp_path, index, START)

@@ -107,6 +107,20 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(keep, new, old)
 
 
+def require_carry(new: Tree, old: Tree) -> None:
+    """Raises unless the loss returned a carry like the one that it received."""
+    expected = "a carry whose structure, shapes and dtypes do not change"
+
+    def compare(path: Any, x: Leaf, before: Leaf) -> None:
+        arrays = (leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in (x, before))
+        after, first = (f"{array.dtype} of shape {array.shape}" for array in arrays)
+        if after != first:
+            raise invalid(expected, f"{after} after {first}", f".carry{jax.tree_util.keystr(path)}")
+
+    with translate_errors(expected):
+        jax.tree_util.tree_map_with_path(compare, new, old)
+
+
 def optimized(
     optimizer: optax.GradientTransformationExtraArgs, gradients: Tree, state: Tree, params: Tree, **extra_args: Tree
 ) -> tuple[Tree, Tree]:
@@ -171,6 +185,12 @@ def explain_rejection(*values: Tree) -> Iterator[None]:
             if x.is_deleted():
                 expected = "the parameters and the state that the last call returned, as it donated its arguments"
                 raise invalid(expected, "a donated buffer", _argument_path(path)) from error
+        if "donate the same buffer twice" in str(error):
+            names: dict[int, str] = {}
+            for path, x in leaves:
+                if (first := names.setdefault(id(x), _argument_path(path))) != _argument_path(path):
+                    expected = f"another array than in {first}, as the step donates both (copy one)"
+                    raise invalid(expected, "the same", _argument_path(path)) from error
         committed = [(path, x.devices()) for path, x in leaves if x.committed]
         for path, devices in committed:
             if devices != (first := committed[0][1]):

@@ -148,7 +148,7 @@ def outer(
 
     @operation("outer")
     def update(params: Tree, state: OuterState, weight: Scalar = 1.0) -> tuple[Tree, OuterState]:
-        leaves, structure, anchors = beside_anchors(params, state)
+        leaves, structure, anchors = beside_anchors(params, state, count)
         step, inner = state.step + 1, list(state.inner)
         added = parse(BACKEND, weight).cast(BACKEND, dtypes.FLOAT32)
         (weights,) = over.mark_varying([state.weight + added])
@@ -164,7 +164,7 @@ def outer(
 
     @operation("outer")
     def join(params: Tree, state: OuterState, begins: Scalar) -> tuple[Tree, OuterState]:
-        leaves, structure, anchors = beside_anchors(params, state)
+        leaves, structure, anchors = beside_anchors(params, state, count)
         begins = require_flag("begins", begins)
         chosen = [None if x is None else jnp.where(begins, a, x) for x, a in zip(leaves, anchors, strict=True)]
         weight = jnp.where(begins, jnp.zeros_like(state.weight), state.weight)
@@ -173,11 +173,12 @@ def outer(
     return Outer(init, update, join)
 
 
-def beside_anchors(params: Tree, state: object) -> tuple[list[Leaf], tree.Structure, list[Leaf]]:
+def beside_anchors(params: Tree, state: object, fragments: int) -> tuple[list[Leaf], tree.Structure, list[Leaf]]:
     """The leaves and the structure of an island's parameters, and the leaves of the outer ones, which must match."""
-    outer_params = require_type("an OuterState", state, OuterState).params
+    state = require_type("an OuterState", state, OuterState)
+    require_equal("a state of {} fragments", fragments, len(state.inner), ".inner")
     leaves, structure = tree.flatten(params)
-    anchors = tree.flatten_as(structure, outer_params)
+    anchors = tree.flatten_as(structure, state.params)
     for path, x, anchor in zip(structure.paths(), leaves, anchors, strict=True):
         if x is not None or anchor is not None:
             require_equal("{}, as in the outer parameters", described(anchor), described(x), path)

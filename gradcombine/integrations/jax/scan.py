@@ -16,7 +16,7 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.errors import invalid
-from gradcombine.integrations.jax.arrays import as_arrays, examples
+from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry
 from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import align, finalized, is_aligned, mark_varying
@@ -217,6 +217,7 @@ def scan_microbatches(
 
     carry = jax.tree.map(jnp.asarray, carry)
     traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
+    require_carry(spec.carry, carry)
     if not is_aligned(carry, spec.carry):
         carry = align(carry, spec.carry)
         traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)

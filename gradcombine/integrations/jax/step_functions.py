@@ -15,7 +15,14 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
 from gradcombine.errors import invalid
-from gradcombine.integrations.jax.arrays import apply_updates, as_arrays, optimized, place_beside, require_tree
+from gradcombine.integrations.jax.arrays import (
+    apply_updates,
+    as_arrays,
+    optimized,
+    place_beside,
+    require_carry,
+    require_tree,
+)
 from gradcombine.integrations.jax.loss import batch_positions, folded_key
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, unbound, with_mesh_of
@@ -246,6 +253,8 @@ def step_functions(
             if ("aux" in contribution.parts) != has_aux:
                 expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
                 raise invalid(expected, f"one made {'with' if has_aux else 'without'} aux")
+            if objective.loss.carry_argnum is not None:
+                require_carry(contribution.carry, loss_args[objective.loss.carry_argnum])
             held, due = window.due(window.contribute(held, contribution.parts, contribution.weight))
             return (jnp.asarray(due), held.step, held.index), held.levels, contribution.carry
 

@@ -103,7 +103,8 @@ def accumulate(
       - ``weight``: weight of this microbatch on this replica, for instance its number of tokens.
       - ``flush``: a boolean scalar. True ends the window with this microbatch, as at the end of the data, and divides
         by the weight so far. If it is traced, all replicas flush if any does, which takes another small all-reduce per
-        update. If no data is left, flush with any updates and weight 0.
+        update. If no data is left, flush with any updates and weight 0, but not if the last update ended its window
+        (``state.applied``): ``inner`` would run on zeros.
       - ``number``: number of this microbatch, for a `gradcombine.reductions.numbered` reduction; by default its
         position in the window.
       - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.

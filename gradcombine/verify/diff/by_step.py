@@ -12,6 +12,9 @@ from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, DiffReport, d
 from gradcombine.verify.diff.dumps import Dump, detect, open_dump
 from gradcombine.verify.diff.mapping import NO_RULES, Rules
 
+_SUFFIX = re.compile(r"(\.weights)?\.[A-Za-z][A-Za-z0-9]*$|\.safetensors\.index\.json$")
+"""The suffixes of dumps, which contain digits, as in ``.h5``."""
+
 _NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
 """A hyphen is a minus sign only after an underscore: step_-0000001 is step -1, ckpt-1 is step 1."""
 
@@ -117,5 +120,5 @@ def _dumps(directory: Path) -> list[Path]:
 
 
 def _step(path: Path) -> int | None:
-    numbers = _NUMBER.findall(path.name.partition(".")[0])
+    numbers = _NUMBER.findall(_SUFFIX.sub("", path.name))
     return int(numbers[-1]) if numbers else None

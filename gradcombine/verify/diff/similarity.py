@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import permutations
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,8 +19,8 @@ Axes: TypeAlias = tuple[int, ...]
 MAX_SIZE = 1 << 26
 """Leaves with more elements are not loaded to find out whether they are transposed."""
 
-MAX_AXES = 5
-"""Leaves with more axes have too many orders, and are not tried transposed."""
+MAX_ORDERS = 120
+"""Most orders of the axes of a leaf that are tried."""
 
 CERTAIN = 0.999
 """If the unchanged order of axes reaches this cosine, no other order is tried."""
@@ -38,13 +38,23 @@ class Alignment(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def orders(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Axes | None, ...]:
-    """The orders of b's axes that give a's shape: unchanged (None) first, then reversed, then the others."""
+    """The orders of b's axes that give a's shape, at most `MAX_ORDERS`: unchanged (None), reversed, then others."""
+    if sorted(a) != sorted(b):
+        return ()
     identity = tuple(range(len(b)))
-    if sorted(a) != sorted(b) or len(a) > MAX_AXES:
-        return (None,) if a == b else ()
-    fitting = [order for order in permutations(identity) if tuple(b[i] for i in order) == a]
-    fitting.sort(key=lambda order: (order != identity, order != identity[::-1]))
-    return tuple(None if order == identity else order for order in fitting)
+    first = [order for order in (identity, identity[::-1]) if tuple(b[i] for i in order) == a]
+    found = dict.fromkeys([*first, *islice(_fitting(a, b, ()), MAX_ORDERS)])
+    return tuple(None if order == identity else order for order in islice(found, MAX_ORDERS))
+
+
+def _fitting(a: tuple[int, ...], b: tuple[int, ...], chosen: Axes) -> Iterator[Axes]:
+    """Orders of b's axes that begin with the chosen ones and give a's shape."""
+    if len(chosen) == len(a):
+        yield chosen
+        return
+    for i, length in enumerate(b):
+        if length == a[len(chosen)] and i not in chosen:
+            yield from _fitting(a, b, (*chosen, i))
 
 
 def axes(a: Entry, b: Entry) -> Axes | None:

@@ -16,7 +16,7 @@ import re
 import weakref
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from io import FileIO
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -97,11 +97,11 @@ class FlightRecorder(Recording):
         expected = f"twins among {', '.join(leaf_names[:8])}"
         twins = require_items(expected, twins)
         for twin in twins:
-            if not isinstance(twin, str) or not any(_is_in_subtree(name, twin) for name in leaf_names):
+            if not isinstance(twin, str) or not any(_is_in_subtree(name, (twin,)) for name in leaf_names):
                 raise invalid(expected, shown(twin))
         self._behind = require_integer("an integer of 0 or more as behind", behind, 0)
         self._pending = deque[tuple[int, Tree]]()
-        self._file = _open(require_path("a path", path), self._leaves)
+        self._file, self._is_cut_off = _open(require_path("a path", path), self._leaves)
         weakref.finalize(self, self._file.close)  # without a warning, if `close` is never called
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
@@ -125,14 +125,21 @@ class FlightRecorder(Recording):
         Raises:
           GradCombineError: for digests of other leaves.
         """
+        if self._file.closed:
+            raise invalid("a recorder that is open", "a closed one")
         self._require_step(step)
+        if isinstance(digests, dict):
+            raise invalid("digests of gradcombine.digest", "a dict")
         number = np.int32(EVERY) if replica is None else replica
         if type(digests) not in (list, tuple) and any(map(_is_traced, (step, digests, number))):
-            self._on_host(step, [digests, number], lambda step, arrays: self._record(step, {int(arrays[1]): arrays[0]}))
+
+            def write(step: int, arrays: Sequence[np.ndarray]) -> None:
+                self._record(step, {EVERY if replica is None else _replica(arrays[1]): arrays[0]})
+
+            self._on_host(step, [digests, number], write)
             return
-        if replica is not None:
-            digests = {require_integer("the number of a replica", replica, 0): digests}
-        self._pending.append((int(step), digests))
+        digests = _copied(digests)
+        self._pending.append((int(step), digests if replica is None else {_replica(replica): digests}))
         while len(self._pending) > self._behind:
             self._record(*self._pending.popleft())
 
@@ -143,6 +150,8 @@ class FlightRecorder(Recording):
         Raises:
           GradCombineError: for digests of other leaves, or a negative step, in a pending step or a callback.
         """
+        if self._file.closed:
+            return
         while self._pending:
             try:
                 self._record(*self._pending.popleft())
@@ -154,7 +163,10 @@ class FlightRecorder(Recording):
             self._file.close()
 
     def _record(self, step: int, digests: Tree) -> None:
+        require_integer("a step below 2**63", step, 0, 2**63 - 1)
         rows = {replica: self._row(part) for replica, part in _by_replica(digests).items()}
+        if not rows:
+            raise invalid("digests of one replica or more", "none")
         if len(rows) > 1 and len(set(rows.values())) == 1:
             rows = {EVERY: next(iter(rows.values()))}
         for replica, row in sorted(rows.items()):
@@ -169,8 +181,12 @@ class FlightRecorder(Recording):
 
     def _write(self, line: bytes) -> None:
         with self._lock:
-            # One unbuffered write per line, so that a crash can truncate only the last line.
-            self._file.write(b"%s %08x\n" % (line, zlib.crc32(line)))
+            # Unbuffered, so that a crash can truncate only the last line.
+            remaining = b"\n" * self._is_cut_off + b"%s %08x\n" % (line, zlib.crc32(line))
+            while remaining:
+                written = self._file.write(remaining)  # fewer bytes if the disk is full; the next call raises then
+                self._is_cut_off = written < len(remaining)
+                remaining = remaining[written:]
 
 
 def _leaves_of(like: Tree) -> tuple[Leaf, ...]:
@@ -187,18 +203,31 @@ def _leaf(name: str, array: Array) -> Leaf:
     return Leaf(name or "(root)", str(dtype_of(array)), lengths)
 
 
-def _open(path: Path, leaves: tuple[Leaf, ...]) -> FileIO:
-    """Opens a log for appending; terminates a truncated last line."""
+def _open(path: Path, leaves: tuple[Leaf, ...]) -> tuple[FileIO, bool]:
+    """Opens a log for appending; returns whether its last line is truncated. Clears a log without a complete line."""
     is_cut_off = False
     if path.exists() and require_file("a log, or a path without a file", path).stat().st_size:
-        log = read_log(path)
-        if log.leaves != leaves:
-            raise invalid("a log of the same leaves, or a new path", str(path))
-        is_cut_off = log.content[-1:] != b"\n"
-    file = FileIO(path, "a")
-    if is_cut_off:
-        file.write(b"\n")
-    return file
+        with open(path, "rb") as file:
+            first = file.readline()
+        if not first.endswith(b"\n") and (first.startswith(_BEGIN) or _BEGIN.startswith(first)):
+            os.truncate(path, 0)
+        else:
+            log = read_log(path)
+            if log.leaves != leaves:
+                raise invalid("a log of the same leaves, or a new path", str(path))
+            is_cut_off = log.content[-1:] != b"\n"
+    return FileIO(path, "a"), is_cut_off
+
+
+def _replica(number: Array) -> int:
+    return require_integer("the number of a replica", number, 0)
+
+
+def _copied(digests: Tree) -> Tree:
+    """Copies NumPy arrays, which the caller may overwrite before they are written."""
+    if isinstance(digests, (list, tuple)):
+        return [_copied(part) for part in cast("Sequence[Tree]", digests)]
+    return np.array(cast("np.ndarray", digests)) if isinstance(digests, np.ndarray) else digests
 
 
 def _is_traced(array: Array) -> bool:
@@ -230,8 +259,10 @@ def _array(digests: Tree) -> np.ndarray:
         raise invalid("digests of gradcombine.digest", shown(digests)) from None
 
 
-def _is_in_subtree(name: str, subtree: str) -> bool:
-    return name == subtree or name.startswith(f"{subtree}/")
+def _is_in_subtree(name: str, subtrees: Container[str]) -> bool:
+    """Whether a leaf is one of the subtrees, or in one."""
+    ends = [i for i, character in enumerate(name) if character == "/"]
+    return any(name[:end] in subtrees for end in (*ends, len(name)))
 
 
 class Log(NamedTuple):
@@ -257,8 +288,20 @@ class Log(NamedTuple):
         return [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]
 
     def at(self, step: int) -> dict[int, list[str]]:
-        """Digests by replica, `EVERY` for all replicas; of a repeated step those of the later row."""
-        return {replica: self.digests(offsets[-1]) for replica, offsets in self.rows[step].items()}
+        """Digests by replica, `EVERY` for all replicas; of a repeated step those of the later row.
+
+        A row of all replicas replaces the earlier rows of each.
+        """
+        latest = {replica: offsets[-1] for replica, offsets in self.rows[step].items()}
+        begin = latest.get(EVERY, 0)
+        return {replica: self.digests(offset) for replica, offset in latest.items() if offset >= begin}
+
+    def history(self, step: int) -> dict[int, list[int]]:
+        """Offsets of all rows of each replica, in the order of the file; under `EVERY` if none has a number."""
+        rows = self.rows[step]
+        numbered = {replica: offsets for replica, offsets in rows.items() if replica != EVERY}
+        common = rows.get(EVERY, [])
+        return {replica: sorted([*offsets, *common]) for replica, offsets in numbered.items()} or {EVERY: common}
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
@@ -301,7 +344,8 @@ def read_log(path: str | os.PathLike[str]) -> Log:
                 raise invalid(f"{len(header['leaves'])} digests in line {number}", str(path))
             rows[int(row[1])][EVERY if row[2] == b"*" else int(row[2])].append(mapped.tell() - len(line))
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
-    twins = tuple(any(_is_in_subtree(leaf.name, twin) for twin in header["twins"]) for leaf in leaves)
+    subtrees = frozenset(header["twins"])
+    twins = tuple(_is_in_subtree(leaf.name, subtrees) for leaf in leaves)
     by_step = {step: dict(sorted(rows[step].items())) for step in sorted(rows)}
     return Log(mapped, leaves, twins, by_step, tuple(damaged))
 

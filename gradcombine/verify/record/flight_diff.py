@@ -171,8 +171,8 @@ def _problems_of(side: str, log: Log) -> Iterator[str]:
         numbers = ", ".join(map(str, log.damaged[:SHOWN]))
         last = f"after step {max(log.rows)}" if log.rows else "there"
         yield f"{side} is cut off or damaged in line {numbers}; the complete lines end {last}"
-    for step, offsets in log.rows.items():
-        for replica, repeated in offsets.items():
+    for step in log.rows:
+        for replica, repeated in log.history(step).items():
             rows = [log.digests(offset) for offset in repeated] if len(repeated) > 1 else []
             at = next((i for earlier in rows for i, x in enumerate(earlier) if x != rows[-1][i]), None)
             if at is not None:
@@ -186,6 +186,8 @@ def _divergent_twins(side: str, log: Log) -> Iterator[str]:
     twins = [i for i, twin in enumerate(log.twins) if twin]
     for step in log.rows if twins else ():
         rows = log.at(step)
+        if len(rows) > 1:
+            rows.pop(EVERY, None)
         for i in twins:
             majority, count = Counter(row[i] for row in rows.values()).most_common(1)[0]
             others = [str(replica) for replica, row in rows.items() if row[i] != majority]

@@ -154,6 +154,13 @@ def called(name: str, *arguments: Any, params: Any = None, state: Any = None) ->
     jax.vmap(lambda _: getattr(islands, name)(*given, *arguments), axis_name=AXIS)(jnp.arange(2))
 
 
+TWO = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
+
+
+def of_two_fragments() -> Any:
+    return outer(optax.sgd(1.0), 2, OVER, fragments=2).init(TWO)
+
+
 BAD = {
     "no transformation": lambda: outer(lambda x: x, 2, OVER),
     "no steps": lambda: outer(optax.sgd(1.0), 0, OVER),
@@ -174,6 +181,8 @@ BAD = {
     "a dtype": lambda: called("update", params={"w": jnp.zeros(3, jnp.bfloat16)}),
     "a structure": lambda: called("update", params={"v": jnp.zeros(3)}),
     "a structure, join": lambda: called("join", True, params={"v": jnp.zeros(3)}),
+    "more fragments": lambda: called("update", state=of_two_fragments(), params=TWO),
+    "more fragments, join": lambda: called("join", True, state=of_two_fragments(), params=TWO),
     "no leaf": lambda: called("update", params={"w": None}),
     "no flag": lambda: called("join", "a"),
     "flags": lambda: called("join", jnp.array([True, False, True])),

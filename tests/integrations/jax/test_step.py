@@ -386,3 +386,32 @@ def test_whole_windows_have_nothing_to_flush() -> None:
     step = train_step(linear, NEGATE, microbatches=2)
     with pytest.raises(gc.GradCombineError, match="expected a step with every, for flush"):
         step.flush(start(), step.init(start()))
+
+
+CARRIES: dict[str, tuple[Any, str]] = {
+    "grows": (lambda carry: jnp.concatenate([carry, carry]), r"leaf \.carry: .* shape \(4,\) after"),
+    "nests": (lambda carry: (carry, carry), "a carry whose structure, shapes and dtypes do not change"),
+    "is an integer": (lambda carry: carry.astype(jnp.int32), r"leaf \.carry: .* received int32"),
+}
+
+
+@pytest.mark.parametrize("settings", [{"every": 2}, {"microbatches": 1}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_carry_keeps_its_form(name: str, settings: dict[str, int]) -> None:
+    change, message = CARRIES[name]
+
+    def loss(w: Any, x: Any, carry: Any) -> Any:
+        return LossOutput(jnp.mean(x @ w), carry=change(carry))
+
+    step = train_step(Loss(loss, carry_argnum=2), optax.sgd(1.0), **settings)
+    params = jnp.ones(3)
+    with pytest.raises(gc.GradCombineError, match=f"^train_step: .*{message}"):
+        step(params, step.init(params, carry=jnp.zeros(2)), jnp.ones((4, 3)))
+
+
+def test_an_array_that_is_passed_twice_cannot_be_donated() -> None:
+    shared = jnp.zeros(3)
+    step = train_step(lambda p, x: jnp.mean(x @ p["a"]) + p["b"].sum(), optax.sgd(1.0))
+    params = {"a": shared, "b": shared}
+    with pytest.raises(gc.GradCombineError, match=r"^train_step: leaf \['b'\]: expected another array than in \['a'\]"):
+        step(params, step.init(params), jnp.ones((4, 3)))

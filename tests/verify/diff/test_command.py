@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,31 @@ def test_a_truncated_member_is_no_difference(tmp_path: Path) -> None:
     code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
     assert code == 2 and output.count("\n") == 1
     assert "expected an array of float32(4, 3), 48 bytes" in output
+
+
+def test_leaves_of_six_axes_may_be_transposed(tmp_path: Path) -> None:
+    x = np.arange(720, dtype=np.float32).reshape(1, 2, 3, 4, 5, 6)
+    for name, array in (("a", x), ("b", x.T), ("c", x.transpose(2, 0, 1, 5, 4, 3))):
+        np.savez(tmp_path / f"{name}.npz", w=array)
+    assert run(tmp_path / "a.npz", tmp_path / "b.npz")[0] == 0
+    assert run(tmp_path / "a.npz", tmp_path / "c.npz")[0] == 0
+
+
+@pytest.mark.parametrize("shape", [[1] * 100, [0, 10**30], [10**30, 0]], ids=["axes", "length", "zero"])
+def test_shapes_that_numpy_lacks_are_another_status(tmp_path: Path, shape: list[int]) -> None:
+    data = bytes(4 * math.prod(shape))
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+    for name, last in (("a", data), ("b", data[:-1] + b"\1"[: len(data)])):
+        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + last)
+    status, output = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert status == 2
+    assert "a shape that NumPy can represent" in output
+
+
+def test_the_last_number_of_a_name_is_its_step(tmp_path: Path) -> None:
+    for run_name, step in (("a", 5), ("b", 6)):
+        (tmp_path / run_name).mkdir()
+        np.savez(tmp_path / run_name / f"epoch1.step{step}.npz", w=np.ones(3))
+    status, output = run(tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert "step 5 only in A" in " ".join(output.split())

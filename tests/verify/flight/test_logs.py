@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +288,97 @@ def test_a_traced_step_below_zero_is_told_at_the_end_and_not_written(tmp_path: P
     with pytest.raises(GradCombineError, match="FlightRecorder: expected a step of 0 or more, received -1"):
         recorder.close()
     assert rows_of(path) == [(3, EVERY)]
+
+
+ONE = {"w": np.float32([1])}
+P, Q = (np.asarray(gc.digest({"w": np.float32([x])})) for x in (1, 2))
+
+
+def repeated(path: Path, *runs: Any) -> Path:
+    """A log of one step, recorded by several runs."""
+    for digests in runs:
+        with FlightRecorder(path, ONE) as recorder:
+            recorder(0, digests)
+    return path
+
+
+def test_a_row_of_all_replicas_and_rows_of_each_replace_one_another(tmp_path: Path) -> None:
+    both, apart = np.stack([P, P]), np.stack([P, Q])
+    first = repeated(tmp_path / "a", apart, both)
+    assert compared(first, repeated(tmp_path / "b", apart)).first is not None
+    report = compared(first, repeated(tmp_path / "c", both))
+    assert report.first is None
+    assert report.problems == ("A has step 0 of replica 1 2 times, with different digests, of w first",)
+    assert not compared(repeated(tmp_path / "d", both, apart[::-1]), repeated(tmp_path / "e", apart[::-1])).passes
+
+
+def test_a_buffer_may_be_overwritten_after_the_call(tmp_path: Path) -> None:
+    buffer = P.copy()
+    with FlightRecorder(tmp_path / "log", ONE) as recorder:
+        for step, digests in enumerate((P, Q, P)):
+            buffer[...] = digests
+            recorder(step, buffer)
+    log = read_log(tmp_path / "log")
+    assert [log.at(step)[EVERY] for step in range(3)] == [[x.astype(">u4").tobytes().hex()] for x in (P, Q, P)]
+
+
+@pytest.mark.parametrize("digests", [{"w": P}, {0: P}, [], np.zeros((0, 1, 2), np.uint32)], ids=str)
+def test_digests_of_another_form_are_refused(tmp_path: Path, digests: Any) -> None:
+    with FlightRecorder(tmp_path / "log", ONE, behind=0) as recorder:
+        recorder(0, P)
+        with pytest.raises(GradCombineError, match=r"^FlightRecorder: "):
+            recorder(1, digests)
+    assert rows_of(tmp_path / "log") == [(0, EVERY)]
+
+
+@pytest.mark.parametrize("replica", [-2, -1])
+def test_a_traced_replica_below_zero_is_told_at_the_end_and_not_written(tmp_path: Path, replica: int) -> None:
+    import jax
+
+    recorder = FlightRecorder(tmp_path / "log", ONE)
+    jax.jit(lambda i: recorder(1, gc.digest({"w": jax.numpy.ones(1)}), replica=i))(replica)
+    with pytest.raises(GradCombineError, match=f"number of a replica, received {replica}"):
+        recorder.close()
+    assert rows_of(tmp_path / "log") == []
+
+
+def test_a_step_beyond_64_bits_and_a_closed_recorder(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path / "log", ONE, behind=0)
+    with pytest.raises(GradCombineError, match=r"below 2\*\*63"):
+        recorder(np.uint64(2**64 - 1), P)
+    recorder.close()
+    recorder.close()
+    with pytest.raises(GradCombineError, match="open, received a closed one"):
+        recorder(0, P)
+
+
+def test_a_write_that_is_cut_short_loses_no_other_step(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path / "log", ONE, behind=0)
+    recorder(0, P)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log").stat().st_size + 7, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            recorder(1, P)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    recorder(2, P)
+    recorder.close()
+    assert rows_of(tmp_path / "log") == [(0, EVERY), (2, EVERY)]
+
+
+@pytest.mark.parametrize("kept", [3, 24, 25, 40])
+def test_a_recorder_killed_in_its_first_line_is_resumed(tmp_path: Path, kept: int) -> None:
+    path = repeated(tmp_path / "log", P)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert rows_of(repeated(path, Q)) == [(0, EVERY)]
+
+
+def test_many_twins_are_matched_in_linear_time(tmp_path: Path) -> None:
+    """20,000 leaves and twins would take hours in quadratic time."""
+    like = {f"l{i}": np.float32([0]) for i in range(20_000)}
+    names = [leaf.name for leaf in read_log(write(tmp_path / "a", {}, like, ())).leaves]
+    lines = (tmp_path / "a").read_bytes().splitlines()
+    header = json.dumps({**json.loads(lines[0][:-9]), "twins": names}).encode()
+    (tmp_path / "b").write_bytes(b"%s %08x\n" % (header, zlib.crc32(header)))
+    assert all(read_log(tmp_path / "b").twins)
