@@ -111,10 +111,10 @@ class FlightRecorder(Recording):
         """Records a step.
 
         Concrete digests may be those of one replica, of shape (leaves, 2), those of several, of shape
-        (replicas, leaves, 2), a list with one element per replica, or a per-replica value of tf.distribute. For a
-        jax.Array that is replicated on several devices, each device's copy is recorded under the device's number. If
-        all rows are equal, one row for all replicas is written. In a traced JAX program, or a tf.function without
-        jit_compile, a host callback writes the digests of one replica as the program runs.
+        (replicas, leaves, 2), a list with one element per replica, a dict by replica number, or a per-replica value of
+        tf.distribute. For a jax.Array that is replicated on several devices, each device's copy is recorded under the
+        device's number. If all rows are equal, one row for all replicas is written. In a traced JAX program, or a
+        tf.function without jit_compile, a host callback writes the digests of one replica as the program runs.
 
         Args:
           step: number of the step, 0 or more.
@@ -129,7 +129,7 @@ class FlightRecorder(Recording):
             raise invalid("a recorder that is open", "a closed one")
         self._require_step(step)
         if isinstance(digests, dict):
-            raise invalid("digests of gradcombine.digest", "a dict")
+            digests = {_replica(number): part for number, part in cast("dict[Any, Tree]", digests).items()}
         number = np.int32(EVERY) if replica is None else replica
         if type(digests) not in (list, tuple) and any(map(_is_traced, (step, digests, number))):
 
@@ -225,6 +225,8 @@ def _replica(number: Array) -> int:
 
 def _copied(digests: Tree) -> Tree:
     """Copies NumPy arrays, which the caller may overwrite before they are written."""
+    if isinstance(digests, dict):
+        return {number: _copied(part) for number, part in cast("dict[int, Tree]", digests).items()}
     if isinstance(digests, (list, tuple)):
         return [_copied(part) for part in cast("Sequence[Tree]", digests)]
     return np.array(cast("np.ndarray", digests)) if isinstance(digests, np.ndarray) else digests

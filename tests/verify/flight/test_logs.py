@@ -322,7 +322,7 @@ def test_a_buffer_may_be_overwritten_after_the_call(tmp_path: Path) -> None:
     assert [log.at(step)[EVERY] for step in range(3)] == [[x.astype(">u4").tobytes().hex()] for x in (P, Q, P)]
 
 
-@pytest.mark.parametrize("digests", [{"w": P}, {0: P}, [], np.zeros((0, 1, 2), np.uint32)], ids=str)
+@pytest.mark.parametrize("digests", [{"w": P}, {-1: P}, {}, [], np.zeros((0, 1, 2), np.uint32)], ids=str)
 def test_digests_of_another_form_are_refused(tmp_path: Path, digests: Any) -> None:
     with FlightRecorder(tmp_path / "log", ONE, behind=0) as recorder:
         recorder(0, P)
