@@ -71,7 +71,7 @@ def _error(value: Scalar) -> GradCombineError:
 
 
 def _is_numpy(weight: Scalar) -> bool:
-    return isinstance(weight, np.ndarray) and not cast("np.ndarray", weight).dtype.hasobject
+    return type(weight) is np.ndarray and not cast("np.ndarray", weight).dtype.hasobject
 
 
 def parse(backend: Backend, weight: Scalar) -> Weight:
