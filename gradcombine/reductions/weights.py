@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -71,7 +71,7 @@ def _error(value: Scalar) -> GradCombineError:
 
 
 def _is_numpy(weight: Scalar) -> bool:
-    return type(weight) is np.ndarray and not cast("np.ndarray", weight).dtype.hasobject
+    return type(weight) is np.ndarray and not weight.dtype.hasobject
 
 
 def parse(backend: Backend, weight: Scalar) -> Weight:
