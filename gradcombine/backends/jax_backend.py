@@ -111,7 +111,8 @@ class JaxBackend(Backend):
     def divide(self, array: Array, divisor: Array) -> Array:
         if jnp.iscomplexobj(array):
             return lax.complex(self.divide(array.real, divisor), self.divide(array.imag, divisor))
-        if array.dtype != jnp.float32:
+        # A process without accelerators is spared the other branch, which makes large programs slow to compile.
+        if array.dtype != jnp.float32 or jax.default_backend() == "cpu":
             return _quotient(array, divisor)
         return self.traced_once(_differentiable_quotient, (), [array, divisor])[0]
 
