@@ -1,4 +1,4 @@
-"""Correctly rounded division of float32 on machines that divide approximately: XLA's GPUs and TPUs."""
+"""Correctly rounded division of float32 from an approximate one, as that of XLA on GPUs."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def rounded_quotient(
     quotient = quotient * 4 + backend.cast(half, _INT) * 2 + backend.cast(inexact, _INT)
     exponent = exponent - divisor_exponent + 127 - smaller
     # The result is subnormal if the exponent is not positive, and then has fewer bits.
-    fewer = backend.where(exponent > 0, exponent * 0, backend.where(exponent < -25, exponent * 0 + 26, 1 - exponent))
+    fewer = backend.where(exponent > 0, 0, backend.where(exponent < -25, 26, 1 - exponent))
     kept = backend.shift_right(quotient, fewer)
     kept = kept | backend.cast(backend.shift_left(kept, fewer) != quotient, _INT)
     up = backend.cast((kept & 3) + (backend.shift_right(kept, 2) & 1) > 2, _INT)
     result = backend.shift_right(kept, 2) + up
-    result = result + backend.shift_left(backend.where(exponent > 1, exponent - 1, exponent * 0), 23)
-    result = backend.where(exponent > 254, result * 0 + _INFINITY, result) | ((bits ^ divisor_bits) & _SIGN)
+    result = result + backend.shift_left(backend.where(exponent > 1, exponent - 1, 0), 23)
+    result = backend.where(exponent > 254, _INFINITY, result) | ((bits ^ divisor_bits) & _SIGN)
     ordinary = _ordinary(bits) & _ordinary(divisor_bits)
     quotient = backend.where(ordinary, backend.bitcast(result, _FLOAT), divide(array, divisor))
     return backend.where(divisor == 1, array, quotient)  # a compiler drops all of it for a divisor that it knows is 1

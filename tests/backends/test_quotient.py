@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -91,3 +93,31 @@ def test_tensorflow_divides_in_float64_on_gpus(compiled: bool, monkeypatch: pyte
     assert_rounded(function(*given).numpy(), array, divisor)
     gradient = tf.function(lambda x: tf.gradients(tensorflow_backend.BACKEND.divide(x, tf.constant(4.0)), x)[0])
     np.testing.assert_array_equal(gradient(tf.constant(array)), np.full(COUNT, 0.25))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (0, 2)], ids=str)
+def test_programs_for_gpus_correct_their_quotients(shape: tuple[int, ...]) -> None:
+    """Programs for CPUs and TPUs do not, and neither do those of empty arrays."""
+    array, divisor = jnp.ones(shape), jnp.float32(3)
+    traced = jax.jit(JAX.divide).trace(array, divisor)
+    corrected = {
+        name: "shift_left" in traced.lower(lowering_platforms=(name,)).as_text()
+        for name in ("cpu", "cuda", "rocm", "tpu")
+    }
+    assert corrected == {"cpu": False, "cuda": bool(array.size), "rocm": bool(array.size), "tpu": False}
+
+
+def test_a_divisor_that_is_known_to_be_one_costs_nothing() -> None:
+    compiled = jax.jit(lambda x: rounded_quotient(JAX, x, jnp.float32(1))).lower(jnp.ones(1000)).compile().as_text()
+    assert not re.search(r"\b(divide|shift-left|bitcast-convert|select)\(", compiled)
+
+
+def test_derivatives_are_those_of_the_division() -> None:
+    def quotient(array: Any, divisor: Any) -> Any:
+        return JAX.divide(array, divisor).sum()
+
+    array, divisor = jnp.float32([3, 6]), jnp.float32(4)
+    of_array, of_divisor = jax.jit(jax.grad(quotient, (0, 1)))(array, divisor)
+    np.testing.assert_array_equal(of_array, [0.25, 0.25])
+    assert of_divisor == -9 / 16
+    assert jax.grad(jax.grad(quotient, 1), 1)(array, divisor) == 2 * 9 / 64
