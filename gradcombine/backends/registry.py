@@ -82,6 +82,13 @@ def is_absent(leaf: Leaf) -> bool:
     return leaf is None or (backend is not None and backend.absent(leaf))
 
 
+def require_numbers(leaf: Leaf, path: str) -> None:
+    """Raises for an array without numbers: a JAX PRNG key, or float0. None passes."""
+    if leaf is not None and is_absent(leaf):
+        expected = "an array of numbers, or None (of a PRNG key: jax.random.key_data)"
+        raise invalid(expected, f"an array of {leaf.dtype}", path)
+
+
 def resolve(leaves: Iterable[Leaf]) -> Backend:
     """The common backend of all leaves; NumPy arrays and Python numbers mix with either framework.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import described, is_absent, resolve
+from gradcombine.backends.registry import described, is_absent, require_numbers, resolve
 from gradcombine.errors import (
     GradCombineError,
     invalid,
@@ -157,7 +157,7 @@ class _Contexts:
     def init(self, value: Tree) -> ReplicatedState:
         leaves, structure = tree.flatten(value)
         for x, path in zip(leaves, structure.paths(), strict=True):
-            require_number(x, path)
+            require_numbers(x, path)
         backend = resolve(leaves)
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
         if self.policy.reduction is not None:
@@ -314,15 +314,10 @@ def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Wr
     return [_leaf(into.backend, component, x, path, layout, shape) for component, x, path in rows]
 
 
-def require_number(x: Leaf, path: str) -> None:
-    if x is not None and is_absent(x):
-        raise invalid("an array of numbers, or None", f"an array of {x.dtype}", path)
-
-
 def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout, shape: Shapes) -> Written:
     if x is None:
         return Written(None)
-    require_number(x, path)
+    require_numbers(x, path)
     if is_absent(component):
         raise invalid("None, as in the value passed to init", "an array", path)
     dtype, one = backend.dtype(component), layout.shape(backend, component, path)

@@ -143,7 +143,7 @@ def replacing(path: Path, exclusive: bool = False) -> Generator[IO[bytes], None,
         old = os.stat(path)
     except FileNotFoundError:
         old = None
-    remove_abandoned(target)
+    _remove_abandoned(target)
     # Not readable by others before it has the mode of the old file.
     draft, descriptor = _locked_draft(target, 0o666 if old is None else 0o600)
     try:
@@ -195,7 +195,7 @@ def _locked_draft(target: Path, mode: int) -> tuple[Path, int]:
         return draft, descriptor
 
 
-def remove_abandoned(target: Path) -> None:
+def _remove_abandoned(target: Path) -> None:
     """Removes the temporary files of ``target`` that no writer has locked.
 
     Those of other targets stay: on a file system whose locks are local, their writers may run on other machines.

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from gradcombine import tree
-from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
+from gradcombine.backends.registry import dtype_of, in_words, require_numbers
 from gradcombine.errors import GradCombineError, invalid, operation
-from gradcombine.reductions.algebra import Reduction
+from gradcombine.formats.entry import holds_numbers
+from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.plain import last
 from gradcombine.resilience import ledger
 from gradcombine.settings import check, valid
-from gradcombine.statefile.container import remove_abandoned
 from gradcombine.statefile.files import encoded, inspect, load, require_composition, save, write
-from gradcombine.statefile.header import value_of
-from gradcombine.types import Leaf, State, Tree
+from gradcombine.types import State, Tree
 
-_KEPT = last()
+
+class Beginning(Wrapper):
+    """The tree itself as the state, so that its file keeps every bit; `last` would widen narrow leaves."""
+
+    def init(self, like: Tree) -> State:
+        return like
+
+    def clear(self, state: State) -> State:
+        return state
+
+
+_OLDER = last()
+"""The reduction of the beginnings that earlier versions saved."""
+_BEGINNING = Beginning(_OLDER)
 _BEGUN, _PART = "begun", re.compile(r"window-(\d{8,})\.(begun|0|[1-9]\d*)\.npz")
 _WINDOWS = 2
 """Number of windows whose files are kept: if the newest beginning is damaged, the previous window is complete."""
@@ -77,18 +86,21 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
     index = valid("index", index)
     path = _path(folder, index, _BEGUN)
     path.parent.mkdir(parents=True, exist_ok=True)
-    words = _words(begun)
-    state = _KEPT.update(_KEPT.init(words), words)
-    try:
-        if not _is_saved(path, state, words):
-            # Exclusively, unless a damaged file is replaced: of processes that arrive at once, one writes.
-            write(path, _KEPT, [state], exclusive=not path.exists())
-    except FileExistsError:
-        _is_saved(path, state, words)
+    leaves, structure = tree.flatten(begun)
+    for leaf, leaf_path in zip(leaves, structure.paths(), strict=True):
+        require_numbers(leaf, leaf_path)
+        if leaf is not None and not holds_numbers(dtype_of(leaf)):
+            raise invalid("an array of numbers", in_words(leaf), leaf_path)
+    is_new = not path.exists()
+    if not _is_saved(path, begun):
+        try:
+            # Of processes that arrive at once, one writes. A damaged file is replaced.
+            write(path, _BEGINNING, [begun], exclusive=is_new)
+        except FileExistsError:
+            _is_saved(path, begun)
     for file, window, _ in _files(path.parent):
         if window <= index - _WINDOWS and not file.is_dir():
             file.unlink(missing_ok=True)
-            remove_abandoned(file)
 
 
 @operation("statefile.save_part")
@@ -149,7 +161,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     beginnings = sorted(((index, file) for file, index, holder in files if holder == _BEGUN), reverse=True)
     for index, file in beginnings:
         try:
-            window, begun = index, _from_words(_KEPT.finalize(load(file, _KEPT, _words(start))), start)
+            window, begun = index, _loaded(file, start)
             break
         except GradCombineError as error:
             left_out[file.name] = str(error)
@@ -187,59 +199,29 @@ def _disjoint(parts: dict[int, State]) -> dict[int, State]:
     return dict(sorted(chosen.items()))
 
 
-def _is_saved(path: Path, state: State, words: Tree) -> bool:
-    """Whether a file holds this state: false if it is missing or damaged; raises if it holds another one."""
+def _is_saved(path: Path, begun: Tree) -> bool:
+    """Whether a file holds this tree: false if it is missing or damaged; raises if it holds another one."""
     try:
-        saved = inspect(path).leaves
+        header = inspect(path)
     except (FileNotFoundError, GradCombineError):
         return False
-    ours = encoded(_KEPT, [state])[0].leaves
-    for a, b in zip_longest(ours, saved):
-        if a != b:
-            leaf_path = (a or b).path.removeprefix(".value")
-            raise invalid(f"the bits that another process saved in {path.name}", "other bits", leaf_path)
+    if header.settings != _BEGINNING.description:
+        return False
+    for ours, saved in zip_longest(encoded(_BEGINNING, [begun])[0].leaves, header.leaves):
+        if ours != saved:
+            raise invalid(f"the bits that another process saved in {path.name}", "other bits", (ours or saved).path)
     try:
-        load(path, _KEPT, words)
+        load(path, _BEGINNING, begun)
     except GradCombineError:
         return False
     return True
 
 
-_WORD = np.dtype(np.uint32)
-
-
-def _words(values: Tree) -> Tree:
-    """The tree with words of 32 bits in place of narrower elements, which `last` would widen."""
-    leaves, structure = tree.flatten(values)
-    return tree.unflatten(structure, [_packed(x, path) for x, path in zip(leaves, structure.paths(), strict=True)])
-
-
-def _packed(leaf: Leaf, path: str) -> Leaf:
-    if leaf is None:
-        return None
-    if is_absent(leaf):
-        raise invalid("an array of numbers (of a PRNG key: jax.random.key_data)", f"an array of {leaf.dtype}", path)
-    dtype = dtype_of(leaf)
-    if dtype.itemsize >= _WORD.itemsize or dtype.kind == "b":
-        return leaf
-    contents = value_of(leaf, path).tobytes()
-    return np.frombuffer(contents + bytes(-len(contents) % _WORD.itemsize), _WORD)
-
-
-def _from_words(words: Tree, like: Tree) -> Tree:
-    """The inverse of `_words`."""
-    leaves, structure = tree.flatten(like)
-    return tree.unflatten(
-        structure, [_unpacked(x, leaf) for x, leaf in zip(tree.flatten_as(structure, words), leaves, strict=True)]
-    )
-
-
-def _unpacked(words: Leaf, like: Leaf) -> Leaf:
-    if like is None or dtype_of(like).itemsize >= _WORD.itemsize or dtype_of(like).kind == "b":
-        return words
-    shape, dtype = shape_of(like), dtype_of(like)
-    array = np.asarray(words).view(np.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-    return resolve([like]).asarray(array)
+def _loaded(path: Path, start: Tree) -> Tree:
+    """The tree of a beginning."""
+    if inspect(path).settings == _OLDER.description:
+        return _OLDER.finalize(load(path, _OLDER, start))
+    return load(path, _BEGINNING, start)
 
 
 def _path(folder: str | os.PathLike[str], index: int, holder: str) -> Path:

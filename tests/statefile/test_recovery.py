@@ -16,6 +16,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import GradCombineError, ledger, reductions, statefile
 from gradcombine.reductions import Numbered
+from gradcombine.statefile import recovery
 
 COUNT, WINDOWS = 4, 2
 MEAN = reductions.numbered(reductions.mean("exact"), COUNT)
@@ -264,6 +265,31 @@ def test_of_processes_that_begin_at_once_one_writes(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert sorted(found) == ["begun", "other bits"]
+
+
+def test_a_beginning_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, is_saved = {"w": START["w"] + 1}, recovery._is_saved
+
+    def overtaken(path: Path, begun: Any) -> bool:
+        found = is_saved(path, begun)
+        if not path.exists():
+            recovery.write(path, recovery._BEGINNING, [other])
+        return found
+
+    monkeypatch.setattr(recovery, "_is_saved", overtaken)
+    with pytest.raises(GradCombineError, match="received other bits"):
+        statefile.begin_window(tmp_path, 0, START)
+    assert statefile.recover(tmp_path, MEAN, START, START).begun["w"].tobytes() == other["w"].tobytes()
+
+
+def test_beginnings_of_earlier_versions_are_read_and_replaced(tmp_path: Path) -> None:
+    """They hold a state of `last`."""
+    begun, last = {"w": START["w"] + 3}, reductions.last()
+    statefile.save(tmp_path / "window-00000001.begun.npz", last, last.update(last.init(begun), begun))
+    for _ in range(2):
+        found = statefile.recover(tmp_path, MEAN, START, START)
+        assert (found.window, found.begun["w"].tobytes()) == (1, begun["w"].tobytes())
+        statefile.begin_window(tmp_path, 1, begun)
 
 
 def test_a_folder_that_is_a_file_is_no_new_run(tmp_path: Path) -> None:
