@@ -16,7 +16,7 @@ PIECE = 1 << 20
 
 _MOST_AXES = 64
 _MOST_BYTES = 2**63 - 1
-"""NumPy's limits. The latter also holds without the axes of length 0."""
+"""NumPy's limits, of which the latter applies to the product of the nonzero lengths."""
 
 
 class Entry(NamedTuple):

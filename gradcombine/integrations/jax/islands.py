@@ -14,7 +14,7 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import dtype_of, shape_of
+from gradcombine.backends.registry import in_words
 from gradcombine.errors import invalid, operation, require_equal, require_integer, require_type
 from gradcombine.integrations.jax.arrays import apply_updates, optimized, require_transformation
 from gradcombine.integrations.jax.on_replicas import require_jax_collective
@@ -180,13 +180,8 @@ def beside_anchors(params: Tree, state: object, fragments: int) -> tuple[list[Le
     leaves, structure = tree.flatten(params)
     anchors = tree.flatten_as(structure, state.params)
     for path, x, anchor in zip(structure.paths(), leaves, anchors, strict=True):
-        if x is not None or anchor is not None:
-            require_equal("{}, as in the outer parameters", described(anchor), described(x), path)
+        require_equal("{}, as in the outer parameters", in_words(anchor), in_words(x), path)
     return leaves, structure, anchors
-
-
-def described(x: Leaf) -> str:
-    return "no leaf" if x is None else f"{dtype_of(x)} of shape {shape_of(x)}"
 
 
 def difference(a: Array, b: Array) -> Array:

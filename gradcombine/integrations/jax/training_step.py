@@ -174,7 +174,7 @@ def train_step(
     return, ``x[0]`` on entry) with specs ``P(axis)``, and everything else specs ``P()``.
 
     Bits: the optimizer gets the bits of `gradcombine.combine` over the microbatches' gradients with their weights; over
-    replicas, the bits of `gradcombine.merge_replicas`. With ``microbatches``, as for `value_and_grad`.
+    replicas, the bits of `gradcombine.merge_replicas`. With ``microbatches``: those of `value_and_grad`.
 
     References: `optax.MultiSteps <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html>`_; `Buffer
     donation <https://docs.jax.dev/en/latest/buffer_donation.html>`_.

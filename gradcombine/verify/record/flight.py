@@ -16,8 +16,9 @@ import re
 import weakref
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
 from io import FileIO
+from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -96,8 +97,9 @@ class FlightRecorder(Recording):
         leaf_names = [leaf.name for leaf in self._leaves]
         expected = f"twins among {', '.join(leaf_names[:8])}"
         twins = require_items(expected, twins)
+        subtrees = {subtree for name in leaf_names for subtree in _subtrees(name)}
         for twin in twins:
-            if not isinstance(twin, str) or not any(_is_in_subtree(name, (twin,)) for name in leaf_names):
+            if not isinstance(twin, str) or twin not in subtrees:
                 raise invalid(expected, shown(twin))
         self._behind = require_integer("an integer of 0 or more as behind", behind, 0)
         self._pending = deque[tuple[int, Tree]]()
@@ -261,10 +263,9 @@ def _array(digests: Tree) -> np.ndarray:
         raise invalid("digests of gradcombine.digest", shown(digests)) from None
 
 
-def _is_in_subtree(name: str, subtrees: Container[str]) -> bool:
-    """Whether a leaf is one of the subtrees, or in one."""
-    ends = [i for i, character in enumerate(name) if character == "/"]
-    return any(name[:end] in subtrees for end in (*ends, len(name)))
+def _subtrees(name: str) -> Iterator[str]:
+    """The names of the subtrees that contain a leaf, and its own."""
+    yield from accumulate(name.split("/"), "{}/{}".format)
 
 
 class Log(NamedTuple):
@@ -346,8 +347,8 @@ def read_log(path: str | os.PathLike[str]) -> Log:
                 raise invalid(f"{len(header['leaves'])} digests in line {number}", str(path))
             rows[int(row[1])][EVERY if row[2] == b"*" else int(row[2])].append(mapped.tell() - len(line))
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
-    subtrees = frozenset(header["twins"])
-    twins = tuple(_is_in_subtree(leaf.name, subtrees) for leaf in leaves)
+    declared = frozenset(header["twins"])
+    twins = tuple(not declared.isdisjoint(_subtrees(leaf.name)) for leaf in leaves)
     by_step = {step: dict(sorted(rows[step].items())) for step in sorted(rows)}
     return Log(mapped, leaves, twins, by_step, tuple(damaged))
 
