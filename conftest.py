@@ -23,6 +23,7 @@ REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").spli
 """Frameworks whose tests must run: if one is missing, they fail instead of being skipped."""
 
 ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
+"""Whether JAX runs on CPUs; on other platforms, the options and the eight devices of the tests do not exist."""
 
 FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "orbax", "safetensors", "sklearn", "torch")
 INSTALLED = frozenset(name for name in FRAMEWORKS if importlib.util.find_spec(name))
@@ -205,7 +206,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif not item.get_closest_marker("full"):
             begun.add(test)
         if not ON_CPU and (item.get_closest_marker("cpus") or "shard_map" in item.nodeid):
-            item.add_marker(pytest.mark.skip(reason="not on CPUs"))
+            item.add_marker(pytest.mark.skip(reason="needs JAX on eight CPU devices"))
         missing = {name for needed in item.iter_markers("needs") for name in needed.args} - INSTALLED - REQUIRED
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(sorted(missing))}"))

@@ -8,7 +8,6 @@ results.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from rich.console import Console
 
 import gradcombine as gc
 from benchmarks.jax_steps import (
@@ -34,10 +32,9 @@ from benchmarks.jax_steps import (
     K,
     Variant,
     accumulating,
-    measure,
     own,
+    report,
     scanned,
-    shown,
     tree_of,
 )
 from gradcombine.integrations.optax import accumulate_and_apply
@@ -125,14 +122,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
     """Prints times on the default device, and their ratios to the first row of each table."""
-    console, results = Console(), []
-    console.print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, NumPy {np.__version__}")
-    for case in cases(quick):
-        measured = measure(case, rounds or (3 if quick else 15))
-        console.print(shown(case, measured))
-        results.extend(measured)
-    if json_file is not None:
-        json_file.write_text(json.dumps([result._asdict() for result in results], indent=1))
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, NumPy {np.__version__}")
+    report(cases(quick), rounds or (3 if quick else 15), json_file)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -262,19 +262,24 @@ def shown(case: Case, results: list[Result]) -> Table:
     return table
 
 
+def report(cases: Iterable[Case], rounds: int, json_file: Path | None) -> None:
+    """Measures the cases, prints a table of each, and writes the results to a file, if any."""
+    console, results = Console(), []
+    for case in cases:
+        measured = measure(case, rounds)
+        console.print(shown(case, measured))
+        results.extend(measured)
+    if json_file is not None:
+        json_file.write_text(json.dumps([result._asdict() for result in results], indent=1))
+
+
 def main(
     quick: Annotated[bool, typer.Option(help="Small sizes and few rounds, as a smoke test.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds per case. Default: 9, or 3 if quick.", min=1)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
 ) -> None:
     """Prints the cost of accumulation in JAX relative to optax and hand-written steps."""
-    console, results = Console(), []
-    for case in cases(quick):
-        measured = measure(case, rounds or (3 if quick else 9))
-        console.print(shown(case, measured))
-        results.extend(measured)
-    if json_file is not None:
-        json_file.write_text(json.dumps([result._asdict() for result in results], indent=1))
+    report(cases(quick), rounds or (3 if quick else 9), json_file)
 
 
 if __name__ == "__main__":
