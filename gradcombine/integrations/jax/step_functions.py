@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.backends.registry import require_count
+from gradcombine.backends.registry import require_count, require_numbers
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import (
     apply_updates,
@@ -136,7 +136,10 @@ def require_init(objective: Objective, params: Tree, example: Sequence[Tree], ca
     if (carry is None) == has_carry:
         expected = "step.init(params, carry=...), for carry_argnum" if has_carry else "no carry"
         raise invalid(expected, "none" if carry is None else type(carry).__name__)
-    return as_arrays(params)
+    params = as_arrays(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        require_numbers(leaf, jax.tree_util.keystr(path))
+    return params
 
 
 def require_train_state(state: Tree) -> TrainState:

@@ -382,6 +382,13 @@ def test_a_carry_is_asked_for_and_refused() -> None:
         train_step(Loss(linear, carry_argnum=1), NEGATE).init(start())
 
 
+@pytest.mark.parametrize("settings", [{"every": 2}, {"microbatches": 2}], ids=str)
+def test_a_random_key_is_no_parameter(settings: dict[str, int]) -> None:
+    step = train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(1.0), **settings)
+    with pytest.raises(gc.GradCombineError, match=r"^train_step: leaf \['key'\]: expected an array of numbers.*key<fry>"):
+        step.init({"w": jnp.ones(3), "key": jax.random.key(0)})
+
+
 def test_whole_windows_have_nothing_to_flush() -> None:
     step = train_step(linear, NEGATE, microbatches=2)
     with pytest.raises(gc.GradCombineError, match="expected a step with every, for flush"):
