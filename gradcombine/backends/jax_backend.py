@@ -56,9 +56,6 @@ class JaxBackend(Backend):
         except TypeError:  # typed PRNG keys have no NumPy dtype
             raise invalid("a numeric dtype", leaf.dtype) from None
 
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return NUMPY.shape(leaf)
-
     def concrete(self, array: Array) -> np.ndarray | None:
         return None if isinstance(array, Tracer) else np.asarray(array)
 

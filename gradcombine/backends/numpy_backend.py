@@ -73,9 +73,6 @@ class NumpyBackend(Backend):
             return next(dtype for number, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, number))
         return known or np.dtype(leaf.dtype)
 
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return leaf.shape if type(leaf) is np.ndarray else tuple(getattr(leaf, "shape", ()))
-
     def concrete(self, array: Array) -> np.ndarray | None:
         return np.asarray(array)
 

@@ -68,9 +68,9 @@ class Backend(ABC):
     def dtype(self, leaf: Leaf) -> np.dtype:
         """The NumPy dtype (of ml_dtypes for bfloat16 and float8) of an array or spec of this framework or of NumPy."""
 
-    @abstractmethod
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The static shape of an array or spec of this framework or of NumPy."""
+        """The static shape of a number, array or spec of this framework or of NumPy."""
+        return tuple(getattr(leaf, "shape", ()))
 
     @abstractmethod
     def concrete(self, array: Array) -> np.ndarray | None:

@@ -61,7 +61,7 @@ class TensorflowBackend(Backend):
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         if not self.owns(leaf):
-            return NUMPY.shape(leaf)
+            return super().shape(leaf)
         if not leaf.shape.is_fully_defined():
             expected = "a shape that is known while tracing (tf.ensure_shape sets and checks it)"
             raise invalid(expected, leaf.shape)

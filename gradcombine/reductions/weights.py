@@ -70,10 +70,6 @@ def _error(value: Scalar) -> GradCombineError:
     return invalid(EXPECTED, f"{value}: a contribution cannot be subtracted" if value < 0 else value)
 
 
-def _is_numpy(weight: Scalar) -> bool:
-    return type(weight) is np.ndarray and not weight.dtype.hasobject
-
-
 def parse(backend: Backend, weight: Scalar) -> Weight:
     """Validates a weight.
 
@@ -82,7 +78,7 @@ def parse(backend: Backend, weight: Scalar) -> Weight:
         dtype are checked: an invalid one acts as NaN, except that it multiplies integer leaves, which have no NaN, as
         it is. The reduction `checked` raises for it at run time.
     """
-    if _is_numpy(weight):
+    if type(weight) is np.ndarray and not weight.dtype.hasobject:
         if weight.shape != ():
             raise invalid("a weight of shape ()", f"one of shape {weight.shape}")
         weight = weight[()]
