@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import eval_context
 from jax.interpreters import ad
 
 from gradcombine.types import Array, Leaf
@@ -17,7 +18,13 @@ if jax.__version_info__ >= (0, 10):
 else:
     from jax.core import get_opaque_trace_state
 
-__all__ = ["all_gather", "get_opaque_trace_state", "varying", "vjp_by_name"]
+with eval_context():
+    _OUTERMOST = get_opaque_trace_state(convention="gradcombine")
+
+
+def is_transformed() -> bool:
+    """Whether a JAX transformation is active, even if no argument is a tracer."""
+    return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
 
 
 def varying(leaf: Leaf) -> frozenset[str]:

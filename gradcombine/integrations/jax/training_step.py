@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import jax
-from jax.core import eval_context
 
 import gradcombine as gc
-from gradcombine.backends.jax_versions import get_opaque_trace_state
+from gradcombine.backends.jax_versions import is_transformed
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid, operation, require_one
 from gradcombine.integrations.jax.arrays import explain_rejection, require_transformation
@@ -57,7 +56,7 @@ class TrainStep:
         self, params: Tree, state: TrainState, *args: Tree, **kwargs: Tree
     ) -> tuple[Tree, TrainState, StepMetrics]:
         """Processes one microbatch or one full window; returns ``params, state, metrics``."""
-        if _is_transformed():
+        if is_transformed():
             return self.function(params, state, *args, **kwargs)
         return _run_compiled(self.compiled, params, state, *args, **kwargs)
 
@@ -67,7 +66,7 @@ class TrainStep:
 
         An empty window or one that has been applied changes nothing. Compiled and donated like a call.
         """
-        if _is_transformed():
+        if is_transformed():
             return self.flush_function(params, state)
         return _run_compiled(self.compiled_flush, params, state)
 
@@ -98,15 +97,6 @@ def compile_step(
     """Compiles the function; donates the arguments at these positions."""
     options = _SCHEDULE if jax.default_backend() == "cpu" else None
     return jax.jit(function, donate_argnums=donated, keep_unused=keep_unused, compiler_options=options)
-
-
-with eval_context():
-    _OUTERMOST = get_opaque_trace_state(convention="gradcombine")
-
-
-def _is_transformed() -> bool:
-    """Whether a JAX transformation is active, even if no argument is a tracer."""
-    return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
 
 
 @operation("train_step")

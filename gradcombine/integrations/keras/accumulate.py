@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -26,7 +26,8 @@ from gradcombine.integrations.keras.losses import UnweightedSizes
 from gradcombine.integrations.keras.settings import Parts, ReductionName, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import Wrapper
 from gradcombine.places.window import Window
-from gradcombine.types import Array, Leaf, Order, Precision, Scalar
+from gradcombine.reductions import dtypes
+from gradcombine.types import Array, DType, Leaf, Order, Precision, Scalar
 from gradcombine.wires import Wire
 from gradcombine.wires.wire import named
 
@@ -113,7 +114,7 @@ class Accumulate(Wrapper):
         *,
         reduction: ReductionName = "mean",
         precision: Precision = "fast",
-        dtype: str | None = None,
+        dtype: DType = None,
         wire: Wire | None = None,
         order: Order = "sequential",
         max_every: int | None = None,
@@ -123,11 +124,13 @@ class Accumulate(Wrapper):
         combined = reduction_of(reduction, precision, dtype, wire)
         every = Window(combined, every, order=order, max_every=max_every).every
         super().__init__(name)
-        self.every, self.reduction, self.precision, self.dtype = every, reduction, precision, dtype
+        self.every, self.reduction, self.precision = every, reduction, precision
+        self.dtype = None if dtype is None else str(dtypes.parse(dtype))  # for `get_config`
         self.order: Order = order
         self.wire: Wire | None = wire
         self.max_every = max_every
-        self._combined, self._weights, self._unweighted = combined, Weights(), UnweightedSizes(self)
+        self._combined, self._unweighted = combined, UnweightedSizes(self)
+        self._weights = Weights(BackendWindow.is_tracing)
         self.inner_optimizer = inner
         if type(self) is Accumulate and settings.scales_loss(inner):
             object.__setattr__(self, "__class__", ScaledAccumulate)
@@ -189,11 +192,12 @@ class Accumulate(Wrapper):
         window = self._built_window()
         gradients = self._aligned(gradients, trainable_variables)
         require_given("a gradient for one variable or more", next((x for x in gradients if x is not None), None))
-        weight = self._weights.current if weight is None else weight
-        if weight is None:
-            self._unweighted.add(window)
-        window.contribute(gradients, 1 if weight is None else weight)
-        self._iterations.assign_add(1)
+        weight = self._weights.take(weight)
+        with window.after(gradients):
+            if weight is None:
+                self._unweighted.add(window)
+            window.contribute(gradients, 1 if weight is None else weight)
+            self._iterations.assign_add(1)
 
     @operation("Accumulate")
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Scalar = None) -> Array:
@@ -222,7 +226,7 @@ class Accumulate(Wrapper):
         """
         settings.require_jax("stateless_apply")
         self._built_window()
-        with self._weights.set_to(self._weights.current if weight is None else weight):
+        with nullcontext() if weight is None else self._weights.set_to(weight):
             # Not super(), which in `ScaledAccumulate` is LossScaleOptimizer.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
@@ -257,6 +261,10 @@ class Accumulate(Wrapper):
         """Sets the weight of the microbatches that this thread applies inside a with statement.
 
         For a custom ``train_step`` in which Keras calls ``apply``, without a weight.
+
+        Raises:
+          GradCombineError: for a with statement around a compiled function, such as ``train_on_batch``, which would
+            keep the first weight; and around ``strategy.run``, whose replicas are other threads.
         """
         return self._weights.set_to(weight)
 

@@ -36,10 +36,10 @@ class WeightedTrainStep:
     def microbatch_weight(self, x: Tree, y: Tree, sample_weight: Tree) -> Array:
         """Computes the weight of one microbatch on one replica, by default from the reduction of the losses.
 
-        For Keras' default ``"sum_over_batch_size"`` it is the number of examples, by which Keras divides even if there
-        are sample weights; for ``"mean_with_sample_weight"`` the sum of the sample weights; for ``"sum"``, with
-        ``Accumulate(..., reduction="sum")``, 1. If layers mask tokens, override it to return the number of unmasked
-        tokens.
+        For Keras' default ``"sum_over_batch_size"`` it is the number of examples (of the first label), by which Keras
+        divides even if there are sample weights; for ``"mean_with_sample_weight"`` the sum of the sample weights; for
+        ``"sum"``, with ``Accumulate(..., reduction="sum")``, 1. If layers mask tokens, override it to return the number
+        of unmasked tokens.
 
         Args:
           x, y, sample_weight: a batch, as passed by ``fit`` to ``train_step``.
@@ -48,11 +48,11 @@ class WeightedTrainStep:
           A finite, nonnegative scalar; a microbatch of weight 0 adds nothing.
 
         Raises:
-          GradCombineError: for losses that are sums over the examples if the window is a mean, and for a mixture of
-            sums and means.
+          GradCombineError: for losses that are sums over the examples if the window is a mean, for a mixture of sums
+            and means or regularizers, and for losses with ``ignore_class``, which are means over the other labels.
         """
         optimizer = accumulating(getattr(self, "optimizer", None))
-        return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, sample_weight)
+        return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, y, sample_weight)
 
     def train_step(self, *args: Any) -> Any:
         """Runs Keras' train step with the weight of the batch, which is the last argument on every backend."""
@@ -71,8 +71,8 @@ class _WeightedStep:
         self.step, self.model, self.optimizer = step, model, optimizer
 
     def __call__(self, *args: Any) -> Any:
-        x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(args[-1])
-        with self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, x, sample_weight)):
+        batch = keras.utils.unpack_x_y_sample_weight(args[-1])
+        with self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, *batch)):
             return self.step(*args)
 
 
@@ -89,8 +89,8 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     follow this one in the list: list it first, before a ModelCheckpoint for instance.
 
     Raises:
-      GradCombineError: for a model whose optimizer is not an `Accumulate`; if the window is a mean, for losses that are
-        sums over the examples, or a mixture of sums and means.
+      GradCombineError: for a model whose optimizer is not an `Accumulate`; for models without `WeightedTrainStep`, as
+        its `microbatch_weight`.
 
     >>> import keras, numpy as np
     >>> from gradcombine.integrations.keras import Accumulate
@@ -108,8 +108,10 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
         model: Any = self.model
         optimizer = accumulating(model.optimizer) or model.optimizer
         self._optimizer = require_type("a model compiled with Accumulate", optimizer, Accumulate)
-        if optimizer.reduction == "mean" and not isinstance(model, WeightedTrainStep):
-            require_weighable(model, optimizer.reduction)
+        if isinstance(model, WeightedTrainStep):
+            return
+        require_weighable(model, optimizer.reduction)
+        if optimizer.reduction == "mean":
             self._wrap_train_step(model, optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

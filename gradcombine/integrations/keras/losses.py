@@ -27,9 +27,9 @@ _MEANS = ("sum_over_batch_size", "mean", _BY_SAMPLE_WEIGHT)
 """With the other reductions, ``"sum"`` and None, gradients are sums over the examples."""
 
 
-def examples(x: Tree) -> Any:
-    """Number of examples in a batch; on TensorFlow a tensor if the shape is not static."""
-    shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+def examples(x: Tree, y: Tree) -> Any:
+    """Number of labels in a batch, or of inputs without labels; on TensorFlow a tensor if the shape is not static."""
+    shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten([y, x]) if leaf is not None))
     return shape[0]
 
 
@@ -48,10 +48,13 @@ def require_weighable(model: Any, reduction: str) -> None:
       reduction: reduction of the window.
 
     Raises:
-      GradCombineError: for a mixture of means and sums; for sums if the window is a mean, which would multiply a sum by
-        a number of examples.
+      GradCombineError: for a mixture of means and sums, also of sums and weight penalties; for sums if the window is a
+        mean, which would multiply a sum by a number of examples; for means over the labels that are not ignored.
     """
-    reductions = _reductions(model)
+    losses, reductions = _losses(model), _reductions(model)
+    if any(getattr(loss, "ignore_class", None) is not None and loss.reduction in _MEANS for loss in losses):
+        expected = "an override of microbatch_weight that counts the labels (WeightedTrainStep), for means over labels"
+        raise invalid(expected, "a loss with ignore_class", "loss")
     summed = reductions.difference(_MEANS)
     if not summed:
         return
@@ -63,15 +66,19 @@ def require_weighable(model: Any, reduction: str) -> None:
             raise invalid(mixed, received)
         if reduction == "mean":
             raise invalid(sums, f"reduction='mean' and {received}")
+        layers = model._flatten_layers(include_self=True, recursive=True)
+        if model.losses or any(getattr(layer, "activity_regularizer", None) for layer in layers):
+            expected = "no regularizers, which do not add up over microbatches, beside sums over the examples"
+            raise invalid(expected, f"regularizers and {received}")
 
 
-def weight_of(model: Any, reduction: str, x: Tree, sample_weight: Tree) -> Array:
+def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree) -> Array:
     """Computes the weight with which a window of microbatches equals one large batch, for a model's losses.
 
     Args:
       model: a model; if it is not compiled, Keras' default reduction is assumed.
       reduction: reduction of the window.
-      x: the batch's inputs.
+      x, y: the batch's inputs and labels; the labels count, if there are any, as Keras divides by their number.
       sample_weight: sample weights of the batch, or None.
 
     Raises:
@@ -83,7 +90,7 @@ def weight_of(model: Any, reduction: str, x: Tree, sample_weight: Tree) -> Array
     if reductions.difference(_MEANS):
         return 1
     if sample_weight is None or _BY_SAMPLE_WEIGHT not in reductions:
-        return examples(x)
+        return examples(x, y)
     leaves = keras.tree.flatten(sample_weight)
     several = len(reductions) > 1 or len(leaves) > 1
     expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
@@ -95,8 +102,13 @@ def weight_of(model: Any, reduction: str, x: Tree, sample_weight: Tree) -> Array
 
 def _reductions(model: Any) -> set[Any]:
     """Reductions of the losses passed to ``compile``; names and functions have Keras' default."""
-    losses = [x for x in keras.tree.flatten(getattr(model, "loss", None)) if x is not None]
-    return {getattr(x, "reduction", _MEANS[0]) if isinstance(x, keras.losses.Loss) else _MEANS[0] for x in losses}
+    return {
+        getattr(x, "reduction", _MEANS[0]) if isinstance(x, keras.losses.Loss) else _MEANS[0] for x in _losses(model)
+    }
+
+
+def _losses(model: Any) -> list[Any]:
+    return [x for x in keras.tree.flatten(getattr(model, "loss", None)) if x is not None]
 
 
 _BATCH_SIZE = 32
@@ -173,9 +185,9 @@ def fit_step(optimizer: Any) -> FitStep | None:
     model, batch = step.f_locals[names[0]], step.f_locals[names[-1]]
     if not any(x is optimizer for x in settings.chain(model.optimizer)) or not are_means(model):
         return None
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     try:
-        size = examples(x)
+        size = examples(x, y)
     except (IndexError, ValueError):  # scalar or unknown rank
         return None
     fit = next((x for x in _running(frames, "fit") if x.f_locals.get("self") is model), None)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.backends.jax_versions import is_transformed
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.integrations.keras_optimizers import without_update
@@ -43,6 +44,10 @@ class JaxWindow(KerasWindow):
         self._apply_if(partial, state)
         self.touched.assign(self.marked([False] * len(self._targets), partial, state.index))
         return partial
+
+    @staticmethod
+    def is_tracing() -> bool:
+        return is_transformed()
 
     def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
         """Records a static batch size while tracing; see `KerasWindow.record_size`.

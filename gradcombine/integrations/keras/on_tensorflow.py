@@ -16,7 +16,7 @@ from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.boundary import Update, overwrites
 from gradcombine.integrations.tensorflow.inputs import dense_gradients, require_context, require_synchronous
-from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
+from gradcombine.integrations.tensorflow.state import Layout, ReplicaState, run_after
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState, Array, Leaf, Scalar
@@ -67,6 +67,10 @@ class TensorflowWindow(KerasWindow):
         # In a tf.function: TensorFlow warns that an eager strategy.run is slow.
         return self._flush_all()
 
+    @staticmethod
+    def is_tracing() -> bool:
+        return not tf.executing_eagerly()
+
     def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
         low, high = tf.unstack(tf.convert_to_tensor(self._sizes.value))
         size = tf.cast(size, low.dtype)
@@ -81,6 +85,11 @@ class TensorflowWindow(KerasWindow):
         for component in self.components(self._sizes):
             component.assign(_NO_SIZES)
         return (int(min(low for low, _ in ranges)), int(max(high for _, high in ranges))) if ranges else ()
+
+    def after(self, gradients: Sequence[Leaf]) -> AbstractContextManager[Any]:
+        # A compiled step of fit runs past the end of the data: all that does not depend on the failed batch.
+        present = [x for x in gradients if x is not None]
+        return run_after([x.values if isinstance(x, tf.IndexedSlices) else x for x in present])
 
     def untraced(self) -> AbstractContextManager[None]:
         return tf.init_scope()

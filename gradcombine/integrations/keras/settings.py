@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -12,6 +12,7 @@ import keras
 
 from gradcombine import reductions
 from gradcombine.errors import (
+    GradCombineError,
     invalid,
     require_equal,
     require_items,
@@ -124,16 +125,47 @@ class Parts:
         return [i for i, overwritten in enumerate(self._overwritten) if not overwritten][position]
 
 
-class Weights(threading.local):
-    """Weight of the microbatches that a thread applies, or None: tf.distribute runs each replica in a thread."""
+class _Weight:
+    """A weight that is set by a with statement.
 
-    current: Scalar = None
+    Attributes:
+      value: the weight, or None.
+      is_traced: whether it was set inside of a compiled function.
+      is_used: whether a microbatch was applied meanwhile.
+    """
+
+    def __init__(self, value: Scalar, is_traced: bool) -> None:
+        self.value, self.is_traced, self.is_used = value, is_traced, False
+
+
+class Weights(threading.local):
+    """Weight of the microbatches that a thread applies: tf.distribute runs each replica in a thread.
+
+    Args:
+      is_tracing: whether a compiled function is being traced.
+    """
+
+    def __init__(self, is_tracing: Callable[[], bool]) -> None:
+        self._is_tracing, self._current = is_tracing, _Weight(None, is_traced=True)
+
+    def take(self, weight: Scalar) -> Scalar:
+        """Returns the weight of a microbatch, or None: the argument, or that of the with statement."""
+        self._current.is_used = True
+        if weight is not None or self._current.value is None:
+            return weight
+        if self._is_tracing() and not self._current.is_traced:
+            expected = "weighted inside of the compiled function that applies the gradients, such as train_step"
+            raise invalid(expected, "a weight from outside, of which the function would keep the first value")
+        return self._current.value
 
     @contextmanager
     def set_to(self, weight: Scalar) -> Iterator[None]:
-        """Sets this thread's weight inside a with statement."""
-        before, self.current = self.current, weight
+        """Sets this thread's weight inside a with statement; raises if no microbatch gets it."""
+        before, self._current = self._current, _Weight(weight, self._is_tracing())
         try:
             yield
+            if not (self._current.is_used or self._current.is_traced):
+                expected = "a microbatch applied inside of weighted, by this thread, and not by a compiled function"
+                raise GradCombineError("Accumulate", expected, "none")
         finally:
-            self.current = before
+            before.is_used, self._current = True, before

@@ -67,6 +67,11 @@ class KerasWindow(ABC):
     def flush(self) -> Array:
         """Applies and ends a partial window; returns whether there was one."""
 
+    @staticmethod
+    @abstractmethod
+    def is_tracing() -> bool:
+        """Whether a compiled function is being traced."""
+
     @abstractmethod
     def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
         """Records the number of examples of an unweighted microbatch.
@@ -86,6 +91,10 @@ class KerasWindow(ABC):
     @abstractmethod
     def components(self, variable: Any) -> list[Any]:
         """Variable of each replica."""
+
+    def after(self, gradients: Sequence[Leaf]) -> AbstractContextManager[Any]:
+        """Context whose operations wait for the gradients, so that a step that fails before changes no state."""
+        return nullcontext()
 
     def untraced(self) -> AbstractContextManager[None]:
         """Context whose assignments are made once, also if a step is being traced that has built the optimizer."""

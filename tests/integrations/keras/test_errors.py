@@ -96,3 +96,32 @@ def test_gradients_may_come_in_another_order_or_in_part() -> None:
     # A sum of two equal terms, divided by 2.
     assert (1 - a.numpy()).tolist() == (1 - (1 - g / 2)).tolist()
     assert b.numpy().tolist() == (1 - h).tolist()
+
+
+def test_a_weight_around_a_compiled_function_is_refused() -> None:
+    """The function would keep the weight with which it was traced."""
+    x = np.ones((2, 2), np.float32)
+
+    def model() -> Any:
+        made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        made.compile(Accumulate(sgd(), 2), "mse")
+        return made
+
+    fresh, compiled = model(), model()
+    with (
+        pytest.raises(GradCombineError, match="weighted inside of the compiled function"),
+        fresh.optimizer.weighted(2),
+    ):
+        fresh.train_on_batch(x, x[:, :1])
+    compiled.train_on_batch(x, x[:, :1])
+    with (
+        pytest.raises(GradCombineError, match="Accumulate: expected a microbatch applied inside of weighted"),
+        compiled.optimizer.weighted(2),
+    ):
+        compiled.train_on_batch(x, x[:, :1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype(np.float32), "float32"], ids=repr)
+def test_a_dtype_is_saved_by_its_name(dtype: Any) -> None:
+    config = Accumulate(sgd(), 2, dtype=dtype).get_config()
+    assert Accumulate.from_config(config).dtype == "float32"

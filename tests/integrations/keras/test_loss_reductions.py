@@ -10,7 +10,7 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import SETTINGS, Model, Plain, linear
+from tests.integrations.keras.cases import SETTINGS, Batches, Model, Plain, linear
 from tests.spec.selection import cases
 
 RNG = np.random.default_rng(3)
@@ -106,3 +106,40 @@ def test_a_weight_of_ones_own_is_taken_for_summed_losses() -> None:
 
     received = change(squares("sum"), "mean", Counted, {})
     np.testing.assert_allclose(received, gradient(np.ones(ROWS)) / EVERY, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_regularizers_beside_summed_losses_are_refused(model: type) -> None:
+    """They do not add up over microbatches: each has the full penalty."""
+    x = keras.Input((2,))
+    made = model(x, keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.5))(x))
+    made.compile(Accumulate(keras.optimizers.SGD(1.0), EVERY, reduction="sum"), squares("sum"))
+    with pytest.raises(GradCombineError, match="expected no regularizers, which do not add up over microbatches"):
+        made.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[FlushAtEpochEnd()])
+
+
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_a_mean_over_labels_that_are_not_ignored_is_refused(model: type) -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=-1)
+    with pytest.raises(GradCombineError, match="an override of microbatch_weight that counts the labels"):
+        change(loss, "mean", model, {})
+
+
+def test_the_labels_count_where_the_first_input_has_other_rows() -> None:
+    """Keras divides a loss by the number of labels."""
+    x, edges = keras.Input((2,), name="x"), keras.Input((2,), name="edges")
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    model = Plain({"edges": edges, "x": x}, dense(x) + 0 * keras.ops.sum(edges))
+    model.compile(Accumulate(keras.optimizers.SGD(1.0), 2), "mse")
+    sizes = (4, 1), (1, 3)  # edges and examples
+    ends = np.cumsum([rows for _, rows in sizes])
+    data = Batches(
+        [
+            ({"edges": np.ones((edges, 2), np.float32), "x": X[end - rows : end]}, Y[end - rows : end])
+            for (edges, rows), end in zip(sizes, ends, strict=True)
+        ]
+    )
+    model.fit(data, shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd()])
+    residuals = X[:4].astype(np.float64).sum(axis=1) - Y[:4, 0]
+    expected = 1 - 2 * residuals @ X[:4].astype(np.float64) / 4
+    np.testing.assert_allclose(model.weights[0].numpy()[:, 0], expected, rtol=1e-5)
