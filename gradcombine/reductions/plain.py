@@ -45,6 +45,10 @@ class Plain(Cell):
     def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
         return self.combine(backend, a, b, a_totals.count == 0, b_totals.count == 0)
 
+    def idle(self, backend: Backend, a: Array, weight: Weight, totals: Totals) -> Array:
+        # For all other functions a missing leaf is neutral.
+        return backend.full(backend.shape(a), 0, backend.dtype(a), [a]) if self.combine is _later else a
+
     def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
         return backend.cast(a, output)
 

@@ -20,6 +20,7 @@ from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refill
 from gradcombine.reductions.small import Small
 from gradcombine.reductions.treewise_state import FlatState, TreewiseState, require_sendable, summary
 from gradcombine.reductions.weights import Weight, parse
+from gradcombine.sparse import require_dense
 from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
 from gradcombine.wires import exchange
 from gradcombine.wires.wire import Wire, require_wire
@@ -87,6 +88,8 @@ class Treewise(Reduction):
             error.within(structure.path(len(values)))
             raise
         present = [x for x, spec in zip(first, made_for, strict=True) if spec.dtype is not None]
+        if cell.is_leaf is None and any(spec.dtype is not None and spec.dtype.kind in "iu" for spec in made_for):
+            require_dense(structure)
         widest = dtypes.of_weights([spec.dtype for spec in made_for if spec.dtype is not None])
         weight = cell.empty_weight(backend, widest, present)
         count = backend.full((), 0, dtypes.INT32, present)
@@ -187,6 +190,7 @@ class Treewise(Reduction):
             return super().combine(values, weights, order)
         columns = list(zip(*rows, strict=True))
         likes, present, made_for, empties = list[Leaf](), list[Leaf](), list[np.dtype | None](), list[Accumulator]()
+        has_integers = False
         try:
             # Before the weights: raises for dtypes that `of_weights` does not support.
             for column in columns:
@@ -198,10 +202,13 @@ class Treewise(Reduction):
                     continue
                 present.append(like)
                 made_for.append(dtype := backend.dtype(like))
+                has_integers = has_integers or dtype.kind in "iu"
                 empties.append(self._empty(backend, dtype, backend.shape(like), like))
         except GradCombineError as error:
             error.within(structure.path(len(empties)))
             raise
+        if has_integers:
+            require_dense(structure)
         widest = dtypes.of_weights([dtype for dtype in made_for if dtype is not None])
         total = cell.total_weight(backend, widest, present, known, order)
         known_count = len([w for w in known if w.zero is False])

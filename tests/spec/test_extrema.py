@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import ml_dtypes
@@ -91,3 +92,16 @@ def test_long_doubles_are_compared_as_they_are() -> None:
     x = [np.longdouble([1, -0.0, 2.0**-1074]), 1 - np.finfo(np.longdouble).eps * np.longdouble([1, 1, 1])]
     np.testing.assert_array_equal(gc.combine(reductions.min(), x), [x[1][0], 0, x[0][2]], strict=False)
     np.testing.assert_array_equal(gc.combine(reductions.max(), x), [1, x[1][1], x[1][2]], strict=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_leaf_has_one_meaning_in_every_grouping(name: str) -> None:
+    reduction, trees = getattr(reductions, name)(), [{"w": np.float32([2, -3])}, {"w": None}]
+    for terms in (trees, trees[::-1], [*trees, trees[0]]):
+        states = [reduction.update(reduction.init(trees[0]), x) for x in terms]
+        results = [
+            gc.combine(reduction, terms),
+            gc.combine(reduction, terms, order="tree"),
+            reduction.finalize(reduce(reduction.merge, states)),
+        ]
+        assert len({result["w"].tobytes() for result in results}) == 1

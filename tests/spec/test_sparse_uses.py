@@ -196,3 +196,17 @@ def test_indices_of_any_integer_dtype(dtype: Any) -> None:
     result = gc.combine(row_sum(2), [leaf])
     assert result.indices.dtype == np.int32
     assert (result.indices.tolist(), result.values.ravel().tolist()) == ([4, 250], [2, 1])
+
+
+@pytest.mark.parametrize("form", ["rows", pytest.param("BCOO", marks=pytest.mark.needs("jax"))])
+@pytest.mark.parametrize("combine", [gc.add_n, gc.tree_sum, lambda x: gc.combine(gc.reductions.max(), x)])
+def test_indices_are_not_added(form: str, combine: Any) -> None:
+    leaf: Any = row_sparse(np.int32([1]), np.float32([[2]]), rows=4)
+    if form == "BCOO":
+        from gradcombine.integrations.jax.bcoo import to_bcoo
+
+        leaf = to_bcoo(leaf)
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected dense arrays .*row_sum"):
+        combine([{"w": leaf}, {"w": leaf}])
+    with pytest.raises(gc.GradCombineError, match="expected dense arrays"):
+        gc.reductions.sum().init(leaf)
