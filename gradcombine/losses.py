@@ -21,8 +21,7 @@ are constants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -172,17 +171,18 @@ class _Tokens:
         self._rows = backend.row_numbers(values)
         present = self._rows == self._rows
         if mask is not None:
-            present = present & self._flat(mask, "mask", "biuf", partial(_as_bool, backend))
-        self._segments = None
+            present = present & _as_bool(backend, self._flat(mask, "mask", "biuf"))
+        self._segments = ids = None
         if segments is not None:
-            self._segments = self._flat(segments, "segments", "iu", self._as_ids)
+            ids = self._flat(segments, "segments", "iu")
+            self._segments = self._as_ids(ids)
             present = present & (self._segments > 0)
         self.present = present
         self.values = backend.where(present, flat, backend.full((), 0, self.dtype, [flat]))
         if self._segments is not None:
             length = self._length()
             outside = (self._segments < 0) | (self._segments > length)
-            self._require_in_range(self._segments, outside, f"segments from 0 to {length}")
+            self._require_in_range(ids, outside, f"segments from 0 to {length}")
 
     def sequences(self) -> tuple[Array, Array]:
         """For each token, the number of tokens in its sequence, and whether it is the first of them."""
@@ -191,13 +191,12 @@ class _Tokens:
 
     def of_groups(self, groups: Array) -> Array:
         """The group id of each token."""
-        backend = self.backend
-        if backend.dtype(backend.asarray(groups)).kind in "iu" and _compatible(groups, self._shape[:-1]):
-            ids = backend.take(backend.flat(backend.cast(backend.asarray(groups), dtypes.INT32)), self._rows)
-        else:
-            ids = self._flat(groups, "groups", "iu", self._as_ids)
-        self._require_in_range(ids, ids < 0, "groups from 0")
-        return ids
+        backend, array = self.backend, self._asarray(groups)
+        of_rows = backend.dtype(array).kind in "iu" and _compatible(groups, self._shape[:-1])
+        flat = backend.flat(array) if of_rows else self._flat(groups, "groups", "iu")
+        ids = self._as_ids(flat)
+        self._require_in_range(flat, (ids < 0) | (ids == _MOST), f"groups from 0 to {_MOST - 1}")
+        return backend.take(ids, self._rows) if of_rows else ids
 
     def over(self, values: Array, counts: Array) -> Array:
         """Divides the values of tokens that are not masked by ``counts``."""
@@ -209,15 +208,24 @@ class _Tokens:
         backend = self.backend
         return Ratio(backend.total(terms), backend.total(backend.cast(counted, dtypes.INT32)))
 
-    def _as_ids(self, x: Array) -> Array:
-        return self.backend.cast(x, dtypes.INT32)
+    def _asarray(self, x: Array) -> Array:
+        # JAX has no 64-bit integers by default. Python numbers have no dtype.
+        is_wide = owner(x) is not self.backend and str(getattr(x, "dtype", "")) in ("int64", "uint64")
+        fits = is_wide and bool(np.all((x >= -_MOST) & (x <= _MOST)))
+        return self.backend.asarray(np.int32(x) if fits else x)
 
-    def _flat(self, x: Array, name: str, kinds: str, convert: Callable[[Array], Array]) -> Array:
-        array = self.backend.asarray(x)
+    def _as_ids(self, x: Array) -> Array:
+        """Casts integers to int32; those out of its range become -1."""
+        backend = self.backend
+        ids = backend.cast(x, dtypes.INT32)
+        return backend.where(backend.cast(ids, backend.dtype(x)) == x, ids, backend.full((), -1, dtypes.INT32, [ids]))
+
+    def _flat(self, x: Array, name: str, kinds: str) -> Array:
+        array = self._asarray(x)
         if self.backend.dtype(array).kind not in kinds or not _compatible(array, self._shape):
             expected = f"{name} of {'integers' if kinds == 'iu' else 'numbers or bools'} of shape {self._shape}"
             raise invalid(expected, f"{self.backend.dtype(array)} of shape {_dimensions(array)}")
-        return convert(self.backend.flat(array))
+        return self.backend.flat(array)
 
     def _length(self) -> int:
         length, rows = self._shape[-1], math.prod(1 if n is None else n for n in self._shape[:-1])

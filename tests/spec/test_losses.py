@@ -290,7 +290,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: losses.sequence_mean_of_token_mean(ONES, segments=np.full((2, 3), -1)),
         "received -1",
     ),
-    "a negative group": (lambda: losses.group_mean(ONES, np.array([0, -7])), "groups from 0, received -7"),
+    "a negative group": (
+        lambda: losses.group_mean(ONES, np.array([0, -7])),
+        "groups from 0 to 2147483646, received -7",
+    ),
     "groups of another shape": (
         lambda: losses.group_mean(ONES, np.zeros(3, int)),
         "groups of integers of shape (2, 3)",
@@ -339,3 +342,21 @@ def test_rows_are_packed_without_cutting() -> None:
     assert sorted(i for row in rows for i in row) == [*range(50)]
     assert all(sum(lengths[i] for i in row) <= 16 for row in rows)
     assert len(rows) <= 1.25 * sum(lengths) / 16 + 1
+
+
+def test_ids_that_do_not_fit_in_32_bits_are_refused() -> None:
+    values, wide = np.ones((2, 1), np.float32), np.array([2**32 + 1, 1])
+    with pytest.raises(gc.GradCombineError, match="groups from 0 to 2147483646, received 4294967297"):
+        losses.group_mean(values, wide)
+    with pytest.raises(gc.GradCombineError, match="segments from 0 to 1, received 4294967297"):
+        losses.sequence_mean_of_token_mean(values, segments=wide[:, None])
+    assert losses.group_mean(values, np.array([2**31 - 2, 1])) == (2, 2)
+
+
+@pytest.mark.needs("jax")
+def test_ids_of_64_bits_are_taken_beside_jax_arrays() -> None:
+    import jax.numpy as jnp
+
+    values, ids = jnp.ones((2, 2)), np.array([7, 7], np.int64)
+    assert float(losses.group_mean(values, ids).denominator) == 1
+    assert float(losses.token_mean(values, np.eye(2, dtype=np.int64)).denominator) == 2
