@@ -27,6 +27,7 @@ from gradcombine.errors import (
 )
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import indexed_slices as sparse
+from gradcombine.integrations.tensorflow.inputs import require_gradients
 from gradcombine.integrations.tensorflow.state import (
     Pending,
     ReplicaState,
@@ -175,7 +176,7 @@ class LocalGradientAggregation(WithSeen):
         _require_no_conditional_collective()
         held = self._state_for(gradients, variables)
         state = self._window.contribute(held.read(), gradients)
-        sums = self._window.value(state)
+        sums = require_gradients(self._window.value(state))
         present = {i for i, x in enumerate(gradients) if x is not None}
         returned = self._with_gradient(held, present)
         filled = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]

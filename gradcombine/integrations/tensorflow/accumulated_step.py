@@ -20,6 +20,7 @@ from gradcombine.integrations.tensorflow.inputs import (
     local_replicas,
     require_context,
     require_created_in_scope,
+    require_gradients,
     require_same_length,
     require_synchronous,
 )
@@ -328,7 +329,7 @@ class AccumulatedStep(WithSeen):
 
     def _merge_and_apply(self, present: Collection[int], status: Any) -> WindowMetrics | None:
         all_indices = range(len(self._targets()))
-        merged = self._strategy.run(self._state.value)
+        merged = self._strategy.run(lambda: require_gradients(self._state.value()))
         # Replicas of other processes may have gradients of other variables, but all have to take the same branch.
         known = present if self._is_single_process else ()
         if len(known) == len(all_indices):

@@ -19,6 +19,7 @@ from gradcombine.errors import (
 )
 from gradcombine.integrations.keras_optimizers import require_not_accumulating
 from gradcombine.integrations.tensorflow.indexed_slices import dense
+from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Leaf, Tree
 
 
@@ -93,6 +94,15 @@ def checked_result(result: Tree, targets: list[Any]) -> tuple[Any, ...]:
     expected = f"a list of {len(targets)} gradients, one per variable"
     require_tuple(expected, gradients, len(targets), kinds=(list, tuple))
     return dense_gradients(gradients, targets), *rest
+
+
+def require_gradients(combined: Tree) -> list[Leaf]:
+    """Returns the combined gradients; raises for a reduction whose result has another structure than the gradients."""
+    is_list = isinstance(combined, list)
+    wrong = next((x for x in combined if isinstance(x, tuple) and not is_row_sparse(x)), None) if is_list else combined
+    if wrong is not None:
+        raise invalid("a reduction whose result has the structure of the gradients", type(wrong).__name__)
+    return combined
 
 
 def dense_gradients(gradients: Sequence[Leaf], targets: Sequence[Any]) -> list[Leaf]:

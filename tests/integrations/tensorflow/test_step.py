@@ -265,3 +265,11 @@ def test_microbatches_have_the_numbers_that_calls_give_them(strategy: Any, run: 
     plain = AccumulatedStep(given, [w], subtract, every=2)
     with pytest.raises(gc.GradCombineError, match="no number, or a reduction that is numbered"):
         plain(*microbatch(strategy, 0), number=number)
+
+
+@pytest.mark.parametrize("make", [lambda: gc.reductions.measured(gc.reductions.mean()), gc.reductions.moments])
+def test_a_reduction_of_another_structure_is_refused(make: Any) -> None:
+    w = tf.Variable(1.0)
+    step = AccumulatedStep(lambda x: ([x], 1), [w], lambda gradients, variables: None, 1, reduction=make())
+    with pytest.raises(gc.GradCombineError, match="a reduction whose result has the structure of the gradients"):
+        step(tf.constant(1.0))

@@ -179,3 +179,17 @@ def test_refused() -> None:
             call()
         assert message in str(caught.value)
         assert str(caught.value).startswith("AccumulatedStep")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_microbatch_without_a_denominator_has_a_gradient_of_zeros(compiled: bool) -> None:
+    w = tf.Variable(1.0)
+
+    def loss(pairs: Any) -> Any:
+        return {"pairwise": w * pairs}, {"pairs": pairs}
+
+    step = AccumulatedStep(loss, [w], subtract, every=2, terms={"pairwise": "pairs"}, totals="given")
+    run = tf.function(step) if compiled else step
+    for pairs in (0.0, 4.0):
+        run(tf.constant(pairs), totals={"pairs": tf.constant(4.0)})
+    assert float(w) == 0
