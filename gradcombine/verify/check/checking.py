@@ -77,7 +77,7 @@ def check_step(
     Raises:
       GradCombineError: for a batch without a common first axis, or with fewer examples than parts; for a step that
         raises on the batch, divided or not (with its message); if the result of one batch is not finite; for a
-        result that has no floats, or a different structure than for one batch or than ``params``.
+        result that has no floats, or a different structure or other shapes than for one batch or than ``params``.
 
     A result may differ by 16 times the measured noise plus the rounding bound of a sum over the examples, and two
     results by twice that. For steps with a dtype narrower than float32 this bound hides much, so their divisions are
@@ -186,6 +186,7 @@ def checked(
         except NotFiniteError as error:
             add(str(split), Cause.NOT_FINITE, f"in leaf {error.path}")
             continue
+        result.require_form_of(first)
         if _differs(result, repeated):
             add(str(split), Cause.STATE)
             continue
@@ -195,7 +196,9 @@ def checked(
         if pad is not None:
             rows = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
             name, padded = f"{split} with {rows} rows of padding", pad(batch, rows)
-            result = subject.run(split, padded)._replace(integers=standard.native.integers)
+            result = subject.run(split, padded)
+            result.require_form_of(first)
+            result = result._replace(integers=standard.native.integers)
             if (share := distance(name, split, padded, result)) > 1:
                 add(name, Cause.PLACEHOLDERS, f"{share:.3g} times the rounding bound")
     unclear = ""
@@ -291,4 +294,6 @@ def _reference(standard: Standard, reference: Any) -> tuple[list[np.ndarray] | N
             return None, ""
         return list(standard.wide.floats), "the same step in float64"
     value = reference(standard.subject.params, standard.subject.batch) if callable(reference) else reference
-    return list(standard.subject.read(value).floats), "the reference argument"
+    result = standard.subject.read(value)
+    result.require_form_of(standard.native)
+    return list(result.floats), "the reference argument"

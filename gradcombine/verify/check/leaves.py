@@ -51,7 +51,7 @@ def as_framework_of(array: np.ndarray, like: Any) -> Any:
         return sys.modules["jax"].device_put(converted, sharding) if sharded else converted
     if backend is not None and backend.name == "tensorflow":
         return sys.modules["tensorflow"].constant(array)
-    return array
+    return np.asarray(array)  # arithmetic on arrays of shape () makes np.float64, a Python number
 
 
 def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:

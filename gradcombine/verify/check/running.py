@@ -67,11 +67,20 @@ class Result(NamedTuple):
       floats: the float leaves, in float64; for new parameters, their change.
       integers: the other leaves.
       dtypes: dtypes of the float leaves as returned by the step.
+      forms: path, kind and shape of each leaf.
     """
 
     floats: tuple[np.ndarray, ...]
     integers: tuple[np.ndarray, ...]
     dtypes: tuple[np.dtype, ...]
+    forms: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+    def require_form_of(self, one: Result) -> None:
+        """Raises if a leaf has another shape than in the result of one batch, or floats in place of integers."""
+        for (path, kind, shape), (_, expected_kind, expected_shape) in zip(self.forms, one.forms, strict=True):
+            if (kind, shape) != (expected_kind, expected_shape):
+                expected = f"{expected_kind} of shape {expected_shape}, as in one batch"
+                raise invalid(expected, f"{kind} of shape {shape}", path)
 
 
 class Subject:
@@ -300,7 +309,9 @@ class Subject:
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
         integers = tuple(x for _, x in present if not is_float_dtype(x.dtype))
-        return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats))
+        kinds = ["floats" if is_float_dtype(x.dtype) else "integers" for _, x in present]
+        forms = tuple((paths[i] or "(root)", kind, x.shape) for (i, x), kind in zip(present, kinds, strict=True))
+        return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats), forms)
 
     def _starts_with_params(self, result: Tree) -> bool:
         """Whether a result is parameters, alone or followed by metrics."""

@@ -385,7 +385,7 @@ def test_a_carry_is_asked_for_and_refused() -> None:
 @pytest.mark.parametrize("settings", [{"every": 2}, {"microbatches": 2}], ids=str)
 def test_a_random_key_is_no_parameter(settings: dict[str, int]) -> None:
     step = train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(1.0), **settings)
-    with pytest.raises(gc.GradCombineError, match=r"^train_step: leaf \['key'\]: expected an array of numbers.*key<fry>"):
+    with pytest.raises(gc.GradCombineError, match=r"^train_step: leaf \['key'\]: .* numbers.*key<fry>"):
         step.init({"w": jnp.ones(3), "key": jax.random.key(0)})
 
 

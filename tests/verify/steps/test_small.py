@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
 
 Batch = dict[str, np.ndarray]
@@ -121,3 +122,68 @@ def test_weights_that_stand_nowhere_in_the_batch_are_fitted_at_other_parameters(
 
     (fault,) = check_step(make_step, np.float32([1, -2, 0.5]), batch, microbatches=(2,)).faults
     assert fault.cause is Cause.MEAN_OF_MEANS, fault
+
+
+def small_batch(examples: int = 8) -> Batch:
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(examples, 3)).astype(np.float32), rng.normal(size=examples).astype(np.float32)
+    return {"x": x, "y": y, "real": np.ones(examples, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda w, b, k: np.ones(k, np.float32), r"leaf \[1\]: expected floats of shape \(1,\), as in one batch"),
+        (lambda w, b, k: np.ones(k, np.int32), r"expected integers of shape \(1,\), .* of shape \(2,\)"),
+        (lambda w, b, k: np.float32(1) if k > 1 else np.int32(1), r"expected integers of shape \(\), .* floats"),
+    ],
+)
+def test_metrics_of_another_shape_or_kind_are_refused(metric: Any, message: str) -> None:
+    def make_step(k: int) -> Step:
+        return lambda w, b: (weighted(w, b, k), metric(w, b, k))
+
+    with pytest.raises(GradCombineError, match=message):
+        check_step(make_step, np.zeros(3, np.float32), small_batch())
+
+
+def test_a_gradient_of_another_shape_is_refused_and_one_number_per_example_is_not() -> None:
+    batch, w = small_batch(), np.zeros(3, np.float32)
+    with pytest.raises(GradCombineError, match=r"floats of shape \(3,\), as in one batch, received .* \(1, 3\)"):
+        check_step(lambda k: lambda w, b: weighted(w, b, k)[None] if k > 1 else weighted(w, b, k), w, batch)
+    with pytest.raises(GradCombineError, match=r"as in one batch, received floats of shape \(3, 1\)"):
+        check_step(lambda k: lambda w, b: weighted(w, b, k), w, batch, reference=np.zeros((3, 1)))
+    assert check_step(lambda k: lambda w, b: (weighted(w, b, k), b["x"] @ w - b["y"]), w, batch).passes
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_parameters_of_any_shape_are_updated_in_sequence(shape: tuple[int, ...]) -> None:
+    def make_step(k: int) -> Callable[..., Any]:
+        def step(params: Any, batch: Batch) -> Any:
+            w, scale = params["w"], params["scale"]
+            for part in parts(batch, k):
+                gradients = gradient(w, part), 2 * scale
+                w, scale = w - w.dtype.type(0.1) * gradients[0], scale - w.dtype.type(0.1) * gradients[1]
+            return {"w": w, "scale": np.asarray(scale)}
+
+        return step
+
+    start = {"w": np.zeros(3, np.float32), "scale": np.ones(shape, np.float32)}
+    (fault,) = check_step(make_step, start, small_batch(), returns="params", microbatches=(2,)).faults
+    assert fault.cause is Cause.MOVED_EACH
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_number_is_not_fitted(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = small_batch() | {"y": rng.normal(size=8).astype(np.float32)}
+
+    def make_step(k: int) -> Step:
+        def step(w: np.ndarray, b: Batch) -> Any:
+            value = np.mean(np.square(b["x"] @ w - b["y"]))
+            return weighted(w, b, k), value if k == 1 else value ** w.dtype.type(1.3)
+
+        return step
+
+    start = rng.normal(size=3).astype(np.float32)
+    (fault,) = check_step(make_step, start, batch, microbatches=(2,)).faults
+    assert fault.cause is Cause.UNEXPLAINED
