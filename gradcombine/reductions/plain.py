@@ -217,6 +217,8 @@ def first() -> Reduction:
 def last() -> Reduction:
     """The last contribution of nonzero weight; over replicas, that of the highest rank. Otherwise as `first`.
 
+    A leaf that is None in the last contribution is 0, whatever earlier ones hold.
+
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 4.], dtype=float32)
