@@ -66,8 +66,10 @@ def require_weighable(model: Any, reduction: str) -> None:
             raise invalid(mixed, received)
         if reduction == "mean":
             raise invalid(sums, f"reduction='mean' and {received}")
+        # Not model.losses: on JAX, a step has taken the variables' values.
         layers = model._flatten_layers(include_self=True, recursive=True)
-        if model.losses or any(getattr(layer, "activity_regularizer", None) for layer in layers):
+        regularizers = [getattr(x, "activity_regularizer", None) for x in layers]
+        if any(regularizers) or any(getattr(x, "regularizer", None) for x in model.trainable_variables):
             expected = "no regularizers, which do not add up over microbatches, beside sums over the examples"
             raise invalid(expected, f"regularizers and {received}")
 
