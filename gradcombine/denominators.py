@@ -156,8 +156,7 @@ class Terms:
             zero, one = (backend.full((), x, dtype) for x in (0, 1))
             # Never divides by 0, as the derivative would be NaN.
             divided = backend.divide(backend.cast(value, dtype), backend.where(absent, one, total))
-            # A vector: TensorFlow's eager selection by a known scalar drops the other side, with its gradient of zeros.
-            return backend.where(backend.stack([backend.asarray(absent)]), zero, divided)[0]
+            return backend.where(absent, zero, divided)
 
         return {term: share(term, value) for term, value in values.items()}
 

@@ -120,16 +120,17 @@ class TensorflowBackend(Backend):
         return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
-        if tf.executing_eagerly() and self.shape(condition) == ():
+        if not tf.executing_eagerly():
+            if isinstance(condition, bool) and not tf.inside_function():
+                # In a TensorFlow 1 graph, a == b compares the identity of two tensors.
+                received = "a tf.Graph of TensorFlow 1, whose tensors are compared by identity"
+                raise invalid("eager execution or a tf.function", received)
+        elif self.shape(condition) == () and (self.shape(a) or self.shape(b)):
             known = self.concrete(condition)
             # Saves two passes over memory; and DTensor cannot select between sharded tensors by a scalar.
             chosen = tf.convert_to_tensor(a if known else b)
             shape = tf.broadcast_static_shape(tf.convert_to_tensor(a).shape, tf.convert_to_tensor(b).shape)
             return chosen if chosen.shape == shape else tf.broadcast_to(chosen, shape)
-        if isinstance(condition, bool) and not tf.inside_function():
-            # In a TensorFlow 1 graph, a == b compares the identity of two tensors.
-            received = "a tf.Graph of TensorFlow 1, whose tensors are compared by identity"
-            raise invalid("eager execution or a tf.function", received)
         return tf.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:

@@ -75,6 +75,7 @@ class Cell(ABC):
       kinds: the kinds of dtypes of contributions that it accepts.
       settings: the dtypes of accumulator and result.
       is_leaf: whether a container counts as a leaf; None: none do.
+      takes_indices: whether leaves may be indices of a sparse array, since the result is one contribution as a whole.
       additive: whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce.
       adds_terms: whether accumulators are arrays and ``update`` adds `term`.
       takes_lists: whether it implements `update_many` and `total_weight`.
@@ -87,6 +88,7 @@ class Cell(ABC):
     kinds: tuple[str, ...]
     settings: dtypes.Settings
     is_leaf: Callable[[Tree], bool] | None = None
+    takes_indices: bool = False
     additive: bool = False
     adds_terms: bool = False
     takes_lists: bool = False

@@ -34,6 +34,7 @@ class Plain(Cell):
     identity: Callable[[np.dtype], Scalar]
     combine: Callable[[Backend, Array, Array, Array, Array], Array]
     settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (immutable)
+    takes_indices: bool = False
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Array:
         return backend.full(shape, self.identity(running), running, [like])
@@ -44,10 +45,6 @@ class Plain(Cell):
 
     def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
         return self.combine(backend, a, b, a_totals.count == 0, b_totals.count == 0)
-
-    def idle(self, backend: Backend, a: Array, weight: Weight, totals: Totals) -> Array:
-        # For all other functions a missing leaf is neutral.
-        return backend.full(backend.shape(a), 0, backend.dtype(a), [a]) if self.combine is _later else a
 
     def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
         return backend.cast(a, output)
@@ -210,20 +207,21 @@ def first() -> Reduction:
     >>> gc.combine(gc.reductions.first(), [np.float32([1, 5]), np.float32([3, 4])], weights=[0, 1])
     array([3., 4.], dtype=float32)
     """
-    return Treewise(Plain("first", _KINDS, _zero, _earlier), FirstState)
+    return Treewise(Plain("first", _KINDS, _zero, _earlier, takes_indices=True), FirstState)
 
 
 @operation("last")
 def last() -> Reduction:
     """The last contribution of nonzero weight; over replicas, that of the highest rank. Otherwise as `first`.
 
-    A leaf that is None in the last contribution is 0, whatever earlier ones hold.
+    A leaf that is None in a contribution keeps its value in ``update``; `merge` takes all leaves of the later state, 0
+    where it has had none. So the result depends on the grouping if contributions have different leaves.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 4.], dtype=float32)
     """
-    return Treewise(Plain("last", _KINDS, _zero, _later), LastState)
+    return Treewise(Plain("last", _KINDS, _zero, _later, takes_indices=True), LastState)
 
 
 def _zero(dtype: np.dtype) -> Scalar:

@@ -88,7 +88,7 @@ class Treewise(Reduction):
             error.within(structure.path(len(values)))
             raise
         present = [x for x, spec in zip(first, made_for, strict=True) if spec.dtype is not None]
-        if cell.is_leaf is None and any(spec.dtype is not None and spec.dtype.kind in "iu" for spec in made_for):
+        if not cell.takes_indices and any(spec.dtype is not None and spec.dtype.kind in "iu" for spec in made_for):
             require_dense(structure)
         widest = dtypes.of_weights([spec.dtype for spec in made_for if spec.dtype is not None])
         weight = cell.empty_weight(backend, widest, present)

@@ -77,7 +77,8 @@ def check_step(
     Raises:
       GradCombineError: for a batch without a common first axis, or with fewer examples than parts; for a step that
         raises on the batch, divided or not (with its message); if the result of one batch is not finite; for a
-        result that has no floats, or a different structure or other shapes than for one batch or than ``params``.
+        result that has no floats, or another structure or shape than for one batch or than ``params``, or floats in
+        place of the integers of one batch.
 
     A result may differ by 16 times the measured noise plus the rounding bound of a sum over the examples, and two
     results by twice that. For steps with a dtype narrower than float32 this bound hides much, so their divisions are

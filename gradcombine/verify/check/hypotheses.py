@@ -63,7 +63,7 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
         if len(leaves) < len(shares):
             yield HYPOTHESES, part, in_leaves
         yield [partial(_most, differing=leaves)], case, ""
-        # One number is almost any combination.
+        # Many combinations of the examples are close to a single number.
         if not standard.depends_on_order and sum(standard.best.floats[i].size for i in leaves) > 1:
             text = f"explains all but {UNEXPLAINED_PART:.0%} or less of the difference, {in_leaves}"
             yield SMOOTH, part._replace(unexplained=UNEXPLAINED_PART), text

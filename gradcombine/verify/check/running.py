@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, owner
-from gradcombine.errors import GradCombineError, invalid
+from gradcombine.errors import GradCombineError, invalid, require_equal
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
     are_counts,
@@ -67,20 +67,18 @@ class Result(NamedTuple):
       floats: the float leaves, in float64; for new parameters, their change.
       integers: the other leaves.
       dtypes: dtypes of the float leaves as returned by the step.
-      forms: path, kind and shape of each leaf.
+      forms: path of each leaf, and whether it is floats or integers, with its shape.
     """
 
     floats: tuple[np.ndarray, ...]
     integers: tuple[np.ndarray, ...]
     dtypes: tuple[np.dtype, ...]
-    forms: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    forms: tuple[tuple[str, str], ...]
 
     def require_form_of(self, one: Result) -> None:
         """Raises if a leaf has another shape than in the result of one batch, or floats in place of integers."""
-        for (path, kind, shape), (_, expected_kind, expected_shape) in zip(self.forms, one.forms, strict=True):
-            if (kind, shape) != (expected_kind, expected_shape):
-                expected = f"{expected_kind} of shape {expected_shape}, as in one batch"
-                raise invalid(expected, f"{kind} of shape {shape}", path)
+        for (path, form), (_, expected) in zip(self.forms, one.forms, strict=True):
+            require_equal("{}, as in one batch", expected, form, path)
 
 
 class Subject:
@@ -309,8 +307,10 @@ class Subject:
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
         integers = tuple(x for _, x in present if not is_float_dtype(x.dtype))
-        kinds = ["floats" if is_float_dtype(x.dtype) else "integers" for _, x in present]
-        forms = tuple((paths[i] or "(root)", kind, x.shape) for (i, x), kind in zip(present, kinds, strict=True))
+        forms = tuple(
+            (paths[i] or "(root)", f"{'floats' if is_float_dtype(x.dtype) else 'integers'} of shape {x.shape}")
+            for i, x in present
+        )
         return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats), forms)
 
     def _starts_with_params(self, result: Tree) -> bool:

@@ -265,7 +265,7 @@ def _array(digests: Tree) -> np.ndarray:
 
 def _subtrees(name: str) -> Iterator[str]:
     """The names of the subtrees that contain a leaf, and its own."""
-    yield from accumulate(name.split("/"), "{}/{}".format)
+    return accumulate(name.split("/"), "{}/{}".format)
 
 
 class Log(NamedTuple):

@@ -9,10 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import ON_JAX, Batches, Plain, bits, linear, warned_of
+from tests.integrations.keras.cases import Batches, Plain, bits, linear, warned_of
 from tests.spec.selection import named
 
 RNG = np.random.default_rng(0)
@@ -144,42 +145,19 @@ def test_a_callback_sets_the_inner_learning_rate() -> None:
     assert float(model.optimizer.inner_optimizer.learning_rate) == 0.125
 
 
-@pytest.mark.skipif(ON_JAX, reason="JAX runs no operation of a step whose data have ended")
-@pytest.mark.parametrize("rows", [8, 6])
-def test_the_end_of_data_of_unknown_size_is_no_microbatch(rows: int) -> None:
-    """TensorFlow runs what does not depend on the batch that is missing at the end."""
-    import tensorflow as tf
+@pytest.mark.parametrize(("size", "every"), [(2, 4), (4, 3)])
+def test_the_end_of_data_of_unknown_size_is_no_microbatch(size: int, every: int) -> None:
+    """TensorFlow runs what does not depend on the batch that is missing at the end of the data."""
 
     def fitted(optimizer: Any, size: int, **settings: Any) -> Any:
-        data = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).filter(lambda x, y: True).batch(size)
+        data = tf.data.Dataset.from_tensor_slices((X[:8], Y[:8])).filter(lambda x, y: True).batch(size)
         model = linear(optimizer, Plain)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             model.fit(data, epochs=2, verbose=0, **settings)
         return model
 
-    large = fitted(sgd(), rows)
-    model = fitted(Accumulate(sgd(), 4), 2, callbacks=[FlushAtEpochEnd()])
-    np.testing.assert_allclose(model.weights[0].numpy(), large.weights[0].numpy(), rtol=1e-6)
+    large = fitted(sgd(), 8)
+    model = fitted(Accumulate(sgd(), every), size, callbacks=[FlushAtEpochEnd()])
+    assert bits(model.weights) == bits(large.weights)
     assert int(model.optimizer.iterations) == 2
-
-
-@pytest.mark.skipif(ON_JAX, reason="JAX runs no operation of a step that fails")
-def test_a_step_that_fails_leaves_the_window() -> None:
-    import tensorflow as tf
-
-    w = tf.Variable(0.0)
-    optimizer = Accumulate(keras.optimizers.SGD(1.0), 2)
-    optimizer.build([w])
-
-    @tf.function
-    def step(x: Any) -> None:
-        optimizer.apply([tf.debugging.check_numerics(x, "x")], [w], weight=1)
-
-    step(tf.constant(1.0))
-    before = bits(optimizer.variables)
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        step(tf.constant(np.nan))
-    assert bits(optimizer.variables) == before
-    step(tf.constant(3.0))
-    assert float(w) == -2

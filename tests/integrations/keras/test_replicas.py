@@ -380,3 +380,33 @@ def test_a_copy_goes_on_in_a_function_that_builds_it() -> None:
         step(tf.constant([n, 2.0 * n]))
         optimizer.apply([tf.constant([n, 2.0 * n])], [w])
     assert bits([again, *copied.variables]) == bits([w, *optimizer.variables])
+
+
+def test_a_step_that_fails_leaves_the_window() -> None:
+    """TensorFlow runs what does not depend on the operation that failed."""
+    w = tf.Variable(0.0)
+    optimizer = Accumulate(keras.optimizers.SGD(1.0), 2)
+    optimizer.build([w])
+
+    @tf.function
+    def step(x: Any) -> None:
+        optimizer.apply([tf.debugging.check_numerics(x, "x")], [w], weight=1)
+
+    step(tf.constant(1.0))
+    before = bits(optimizer.variables)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(tf.constant(np.nan))
+    assert bits(optimizer.variables) == before
+    step(tf.constant(3.0))
+    assert float(w) == -2
+
+
+def test_a_weight_around_the_replicas_is_refused() -> None:
+    """Replicas run in other threads, which would not get it."""
+    strategy = mirrored()
+    with strategy.scope():
+        w = keras.Variable(0.0)
+        optimizer = Accumulate(keras.optimizers.SGD(1.0), 2)
+        optimizer.build([w])
+    with pytest.raises(GradCombineError, match="by this thread"), optimizer.weighted(2):
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [w]))
