@@ -38,8 +38,8 @@ def on_jax(*arguments: str) -> Any:
         pytest.param(
             [
                 "-k",
-                "combine or none or flush or left_alone or scan or in_place or device or warn or losses or epoch or labels "
-                "or end_of or around",
+                "combine or none or flush or left_alone or scan or in_place or device or warn or losses or epoch "
+                "or labels or end_of or around",
             ],
             40,
             id="core",
