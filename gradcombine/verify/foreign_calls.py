@@ -22,8 +22,8 @@ def arguments(what: str, returned: Any, needed: Sequence[str], optional: Sequenc
     return dict(received)
 
 
-class _LateError(BaseException):
-    """Raised when the time is over. Not an `Exception`, which the called code might catch."""
+class _LateError(KeyboardInterrupt):
+    """Raised when the time is over: an interrupt, which code that catches other exceptions lets pass."""
 
 
 @contextmanager

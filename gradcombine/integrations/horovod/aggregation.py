@@ -306,8 +306,10 @@ def _spec(gradient: Leaf, variable: Any, i: int) -> tf.TensorSpec:
 
 
 def _key(variable: Any) -> Any:
-    ref = getattr(variable, "ref", None)
-    return ref() if callable(ref) else id(variable)
+    """Identity of a variable; a Keras variable has that of its tf.Variable."""
+    value = getattr(variable, "value", None)  # a method of a tf.Variable
+    variable = variable if value is None or callable(value) else value
+    return variable.ref() if hasattr(variable, "ref") else id(variable)
 
 
 def _divided(gradient: Leaf, divisor: Scalar) -> Array:

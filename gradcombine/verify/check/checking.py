@@ -9,14 +9,22 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_list, require_one_of
+from gradcombine.errors import (
+    GradCombineError,
+    invalid,
+    operation,
+    require_integer,
+    require_list,
+    require_number,
+    require_one_of,
+)
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import as_floats
-from gradcombine.verify.check.measure import FLOAT32_UNIT
+from gradcombine.verify.check.leaves import as_floats, is_quantized
+from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64, rms
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_program import other_constants
@@ -69,7 +77,8 @@ def check_step(
       reference: the right result of one batch, for example computed in float64: a tree, or ``(params, batch) -> tree``.
         None: the step itself is run on one batch in float64.
       unit: unit roundoff of the step, 2**-24 for float32. None: that of the narrowest operand of its matrix products if
-        its program can be read, else that of its result.
+        its program can be read, else that of its result. A step that rounds to 8 bits but multiplies in float32 (fake
+        quantization) needs the unit of the 8-bit dtype, such as 2**-4 for float8_e4m3fn.
 
     Returns:
       A `StepReport`, which prints as text: ``assert report.passes, report``.
@@ -131,6 +140,9 @@ def checked(
         make_step, params, batch, settings = as_arrays(make_step, params, batch, settings)
     subject = Subject(make_step, params, batch, returns == "params", settings.get("reverse", True))
     pad, terms, reference, unit = (settings.get(name) for name in ("pad", "terms", "reference", "unit"))
+    expected = "a unit roundoff from 2**-53 to below 1, such as 2**-24"
+    if unit is not None and (unit := require_number(expected, unit, UNIT64)) >= 1:
+        raise invalid(expected, unit)
     n = subject.examples
     splits = splits_of(microbatches, devices, n)
     parts = ["one batch and its rounding noise", *map(str, splits), "one batch again"]
@@ -165,7 +177,7 @@ def checked(
         reordered = reverse and standard.depends_on_order
         one = standard.one_reversed if reverse else standard.native
         run = measure(name, result, one, None if reordered else reference_floats)
-        if _integers_differ(result, standard.native):
+        if _integers_differ(result, standard.native) and not _rounded(standard, split, batch, result):
             return float("inf")
         if run.invariance > 1 or standard.unit <= FLOAT32_UNIT:
             return run.invariance
@@ -259,9 +271,8 @@ REPEATED = 64
 def _differs(a: Result, b: Result) -> bool:
     """Whether two results of the same call differ by more than the order of additions explains."""
     far = any(
-        np.sqrt(np.mean(np.square(x - y))) > REPEATED * rounding_unit(dtype) * np.sqrt(np.mean(np.square(x)))
+        rms(x - y) > REPEATED * rounding_unit(dtype) * rms(x)
         for x, y, dtype in zip(a.floats, b.floats, a.dtypes, strict=True)
-        if x.size
     )
     return far or _integers_differ(a, b)
 
@@ -272,6 +283,17 @@ def _not_repeatable(run: str) -> StepReport:
 
 def _integers_differ(a: Result, b: Result) -> bool:
     return any(x.shape != y.shape or np.any(x != y) for x, y in zip(a.integers, b.integers, strict=True))
+
+
+def _rounded(standard: Standard, split: Split, batch: Tree, result: Result) -> bool:
+    """Whether integers differ by rounding alone: quantized numbers by at most 1, and not at all in float64."""
+    for x, y in zip(result.integers, standard.native.integers, strict=True):
+        if np.any(x != y) and not (is_quantized(y) and np.abs(x.astype(np.int64) - y).max() <= 1):
+            return False
+    try:
+        return standard.wide is not None and not _integers_differ(standard.in_float64(split, batch), standard.wide)
+    except NotWide:
+        return False
 
 
 def splits_of(microbatches: Sequence[int], devices: Sequence[int], examples: int) -> list[Split]:

@@ -61,6 +61,8 @@ def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
     except (AttributeError, TypeError, IndexError, NotWide) as error:
         expected = "terms(params, batch) -> {name: (gradient of the sum, weight)}"
         raise invalid(expected, f"{type(error).__name__}: {error}") from error
+    if not np.isfinite(list(weights.values())).all():
+        raise invalid("terms with finite weights", ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()))
     like = [x for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats
     count = len(like)
     if len(leaves) != count * len(weights) or [x.shape for x in leaves[:count]] != [x.shape for x in like]:

@@ -31,8 +31,8 @@ from gradcombine.verify.check.case import (
 from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, HIDDEN, before_update, hidden_by_update
-from gradcombine.verify.check.leaves import flat
-from gradcombine.verify.check.measure import gamma, rms
+from gradcombine.verify.check.leaves import flat, is_quantized
+from gradcombine.verify.check.measure import rms
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.standard import Standard, combined
@@ -60,7 +60,7 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
         # Leaves that depend on the order of the examples, such as a queue in the state, are ignored if others differ.
         if not order_dependent or not order_free:
             yield HYPOTHESES, case, ""
-        if len(leaves) < len(shares):
+        if 0 < len(leaves) < len(shares):
             yield HYPOTHESES, part, in_leaves
         yield [partial(_most, differing=leaves)], case, ""
         # Many combinations of the examples are close to a single number.
@@ -75,6 +75,8 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     worst = int(shares.argmax())
     precision = "float64" if case.wide else "the step's precision"
     text = f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
+    if shares[worst] <= 1 and (integers := [x for _, x in _other_integers(standard, case)]):
+        text = integers[0]
     if standard.subject.returns_params and not standard.depends_on_order:
         text += "; a step that returns gradients instead of new parameters may show more"
     if standard.subject.returns_params and case.terms is not None:
@@ -117,16 +119,26 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
 
 
 def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
-    """Compares integers of the result, such as step counts."""
+    """Compares step counts in the result, which one update per microbatch also changes."""
+    for quantized, text in _other_integers(standard, case):
+        if not quantized:
+            yield from moved(standard, case)
+            yield Prediction(Cause.COUNTED, text)
+
+
+def _other_integers(standard: Standard, case: Case) -> Iterator[tuple[bool, str]]:
+    """Yields whether they may be quantized numbers, and a description, for each leaf of integers that differs."""
     for a, b in zip(standard.native.integers, case.native.integers, strict=True):
-        if a.shape == b.shape and np.any(a != b):
+        if np.any(a != b):
             at = np.unravel_index(np.argmax(a != b), a.shape)
-            yield Prediction(Cause.COUNTED, f"an integer in the result is {b[at]} instead of {a[at]}")
+            yield is_quantized(a), f"an integer in the result is {b[at]} instead of {a[at]}"
 
 
 def rounded(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Compares the results in float64."""
-    if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
+    one, result = standard.best, case.result
+    equal = all(map(np.array_equal, result.integers, one.integers))
+    if case.wide and equal and standard.shares(result.floats, one.floats, wide=True).max() <= 1:
         yield Prediction(Cause.PRECISION, "in float64 it equals one batch, so its additions round too coarsely")
 
 
@@ -323,7 +335,7 @@ def narrow(standard: Standard, case: Case) -> Iterator[Prediction]:
     correlation = float(errors[0] @ errors[1]) / max(norms[0] * norms[1], 1e-300)
     if np.count_nonzero(np.abs(errors[0]) > allowed) < MIN_NARROW or correlation > CORRELATED:
         return
-    units = [gamma(2 * split.microbatches + 1, rounding_unit(NARROW[0])) for split in (case.split, other)]
+    units = [(2 * split.microbatches + 1) * rounding_unit(NARROW[0]) for split in (case.split, other)]
     if all(np.all(np.abs(x) <= u * sizes + allowed) for x, u in zip(errors, units, strict=True)):
         size, other_size = map(rms, errors)
         text = f"errors are within 16-bit rounding: {size:.3g} on average, and {other_size:.3g} with {other}"

@@ -104,6 +104,15 @@ def is_float(x: Any) -> bool:
     return is_present(x) and _is_array(x) and is_float_dtype(dtype_of(x))
 
 
+def is_integers(x: Any) -> bool:
+    return is_present(x) and _is_array(x) and not is_float_dtype(dtype_of(x))
+
+
+def is_quantized(x: np.ndarray) -> bool:
+    """Whether an array of integers may hold quantized numbers, as the state of an 8-bit optimizer."""
+    return x.dtype.kind in "iu" and x.itemsize == 1 and x.size > 1
+
+
 def is_float_dtype(dtype: np.dtype) -> bool:
     return kind_of(dtype) != "integer"
 

@@ -2,12 +2,13 @@
 
 Distances are root mean squares over a leaf. Their bound is measured on the step itself::
 
-    allowed = 16 * noise + gamma(2 n + 5) * max_e |g_e|
+    allowed = 16 * noise + (2 n + 5) u max_e |g_e|
 
 - noise: the change of one batch's result if each parameter and each number in the batch changes at random by up to two
   units of rounding; in float64, where it includes no other rounding, if the step runs in it. The unit roundoff u is
   that of the narrowest operands of the step's matrix products. New parameters add u |p|, because they are stored.
-- gamma(m) = m u / (1 - m u) bounds the error of the sum of the n examples' gradients g_e in any order.
+- m u bounds the relative error of m roundings in a sum of the n examples' gradients g_e in any order, for any u (C.-P.
+  Jeannerod and S. M. Rump, *Improved error bounds for inner products in floating-point arithmetic*, 2013).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Measured:
             self.noise, best = self.noise + stored, best + stored
         columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
-        sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest
+        sums = (2 * min(subject.examples, EACH) + 5) * self.unit * largest
         self._accurate = TIMES * self.noise + sums
         # A result that is inaccurate by its noise in native precision also varies by it between divisions.
         self._allowed = TIMES * np.maximum(best, native) + sums
@@ -264,21 +265,12 @@ class Measured:
 
 
 def rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+    """Returns the root mean square of float64 numbers of any size."""
+    largest = float(np.abs(x).max(initial=0))
+    return float(largest * np.sqrt(np.mean(np.square(x / largest)))) if largest else 0.0
 
 
 def over(distance: float, allowed: float) -> float:
     if distance == 0:
         return 0.0
     return distance / allowed if allowed else float("inf")
-
-
-def gamma(roundings: int, unit: float) -> float:
-    """Bound of the relative error of a product of ``roundings`` factors within 1 +- u: ``n u / (1 - n u)``.
-
-    References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, lemma 3.1.
-
-    >>> gamma(1, 2.0**-24) * 2**24
-    1.0000000596046483
-    """
-    return roundings * unit / (1 - roundings * unit)

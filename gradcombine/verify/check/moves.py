@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.check.case import Case, Prediction, partitions, split_by, weights_of
+from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by, weights_of
 from gradcombine.verify.check.leaves import as_floats, flat, widened
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -29,29 +29,36 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
         divided, undivided = (subject.run(x, copies, case.wide).floats for x in (case.split, ONE_BATCH))
     except (NotWide, ValueError):
         return
-    params = _params_of(standard)
+    params, difference = _params_of(standard), [x - y for x, y in zip(case.result.floats, one, strict=True)]
     if subject.returns_params:
         new = {i: p + one[i] for i, p in params.items()}
-        difference = [x - y for x, y in zip(case.result.floats, one, strict=True)]
         if (factor := _factor(difference, new, sorted(new))) is not None:
             floats = [x + factor * new[i] if i in new else x for i, x in enumerate(one)]
             yield Prediction(Cause.ADDED, f"{factor:.6g} times the new parameters", floats, 4, sorted(new))
     addition = [x - y for x, y in zip(divided, undivided, strict=True)]
     changed = np.flatnonzero(standard.shares(divided, undivided, case.wide) > 1).tolist()
     scope = "" if len(changed) == len(one) else f", in {len(changed)} of {len(one)} leaves"
-    text = f"up to {max(float(np.abs(x).max(initial=0)) for x in addition):.3g}, also if all examples are copies of one"
-    if (factor := _factor(addition, params, changed)) is not None:
-        text = f"{factor:.6g} times the parameters"
-    yield Prediction(Cause.ADDED, text + scope, [x + y for x, y in zip(one, addition, strict=True)], 4)
+    multiples = [1.0]
+    if sum(np.count_nonzero(addition[i]) for i in changed) > 1:  # any two numbers are multiples
+        # Divided by a count of examples or tokens, it is another multiple than for the copies.
+        multiples += filter(None, [_factor(difference, dict(enumerate(addition)), changed)])
+    for multiple in multiples:
+        amounts = [multiple * x for x in addition]
+        text = (
+            f"up to {max(float(np.abs(x).max(initial=0)) for x in amounts):.3g}, also if all examples are copies of one"
+        )
+        if (factor := _factor(amounts, params, changed)) is not None:
+            text = f"{factor:.6g} times the parameters"
+        yield Prediction(Cause.ADDED, text + scope, [x + y for x, y in zip(one, amounts, strict=True)], 4)
 
 
-def _factor(addition: Floats, params: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
-    """Returns the factor if the addition is a multiple of the parameters in these leaves, else None."""
-    if not leaves or any(i not in params for i in leaves):
+def _factor(addition: Floats, of: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
+    """Returns the factor if the addition is a multiple of other arrays in these leaves, else None."""
+    if not leaves or any(i not in of for i in leaves):
         return None
-    x, p = flat([addition[i] for i in leaves]), flat([params[i] for i in leaves])
-    factor = float(x @ p / max(float(p @ p), 1e-300))
-    return factor if np.linalg.norm(x - factor * p) < SAME * np.linalg.norm(x) else None
+    x, y = flat([addition[i] for i in leaves]), flat([of[i] for i in leaves])
+    factor = float(x @ y / max(float(y @ y), 1e-300))
+    return factor if np.linalg.norm(x - factor * y) < SAME * np.linalg.norm(x) else None
 
 
 def _params_of(standard: Standard) -> dict[int, np.ndarray]:
@@ -75,6 +82,7 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
         return
     start = [widened(x) for _, x in subject.param_leaves]
     count, others = len(start), standard.best.floats[len(start) :]
+    leaves = [i for i in range(count) if i not in standard.order_dependent] or range(count)
     for name, pieces in partitions(subject.examples, case.split).items():
         for factor, text in ((1.0, ""), (1 / len(pieces), f", each divided by {len(pieces)}")):
             try:
@@ -82,6 +90,8 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
             except (NotWide, ValueError):
                 continue
             floats = [*combined(np.full(len(pieces), factor), changes), *others]
+            if not accounts_for(standard, case._replace(leaves=None), floats, len(pieces), leaves):
+                continue  # only some leaves of the state are updated
             detail = f"{len(pieces)} updates in sequence{text}{split_by(name)}"
             yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
     if subject.framework == "torch":
@@ -158,13 +168,17 @@ def _in_sequence(
 ) -> list[Floats]:
     """Runs one batch after the other; each starts with the moving leaves of the state that the batch before it returns.
 
+    Integers of the state, such as step counts, move if all floats do.
+
     Args:
       factor: of the changes of the state.
     """
-    subject, results = standard.subject, list[Floats]()
+    subject, results, counts = standard.subject, list[Floats](), None
     state = [widened(x) for _, x in subject.param_leaves]
     for rows in batches:
-        results.append(subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state).floats)
+        result = subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state, counts=counts)
+        results.append(result.floats)
+        counts = result.integers if len(moving) == len(state) else None
         state = [x + factor * results[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(state)]
     return results
 

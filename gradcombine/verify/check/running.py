@@ -24,6 +24,7 @@ from gradcombine.verify.check.leaves import (
     flattened,
     is_float,
     is_float_dtype,
+    is_integers,
     is_present,
     shape_of,
     taken,
@@ -191,6 +192,7 @@ class Subject:
         noise: Callable[[np.ndarray], np.ndarray] | None = None,
         batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
         start: Sequence[np.ndarray] | None = None,
+        counts: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tree, list[np.ndarray]]:
         """Calls a function of parameters and batch.
 
@@ -198,6 +200,7 @@ class Subject:
           wide: whether to run in float64.
           noise, batch_noise: perturb the float parameters, and the floats of the batch.
           start: float64 values to use instead of the float parameters.
+          counts: values to use instead of the integer parameters.
 
         Returns:
           Its result, and the float parameters that it received, as NumPy arrays.
@@ -207,6 +210,10 @@ class Subject:
             values = iter(start)
             pairs = [(next(values), x) if is_float(x) else (None, x) for x in params]
             params = [x if y is None else as_framework_of(y if wide else y.astype(dtype_of(x)), x) for y, x in pairs]
+        if counts is not None:
+            integers = iter(counts)
+            pairs = [(next(integers, None) if is_present(x) and not is_float(x) else None, x) for x in params]
+            params = [x if y is None or not is_integers(x) else as_framework_of(y, x) for y, x in pairs]
         program = self.program(function, batch) if wide else None
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
             arguments = [copied(x, wide, noise) for x in params]

@@ -78,7 +78,7 @@ REMEDIES = {
     Cause.SCATTER: "add rows that share an index (`.at[i].add`) instead of setting them",
     Cause.STATE: "seed random numbers in each call, pass state in as an argument, and clear accumulators",
     Cause.NOT_FINITE: "guard the divisor of a microbatch without tokens; sums and counts need no guard",
-    Cause.INACCURATE: "look for a narrow dtype inside the step",
+    Cause.INACCURATE: "look for a narrow dtype inside the step; if it is intended, pass its unit roundoff as unit",
     Cause.BY_PLACE: "advance schedules and decay once per window, not at each microbatch",
 }
 """Remedies by cause: what to write instead."""

@@ -210,6 +210,15 @@ def test_local_variables_are_not_exchanged(k: int, size: Any, scale: bool, expec
     assert exchanged == [[True]]
 
 
+@pytest.mark.parametrize("registered", [lambda x: x, lambda x: x.value])
+@pytest.mark.parametrize("passed_on", [lambda x: x, lambda x: x.value])
+def test_a_keras_variable_and_its_tensorflow_variable_are_one(registered: Any, passed_on: Any) -> None:
+    local = keras.Variable(0.0)
+    aggregation = LocalGradientAggregation(1, lambda gradients, _: [10 * x for x in gradients], size=2)
+    aggregation.register_local_var(registered(local))
+    assert float(aggregation.compute_gradients([tf.constant(3.0)], [passed_on(local)])[0]) == 1.5
+
+
 def test_a_failed_all_reduce_can_be_tried_again() -> None:
     fails = [True]
 

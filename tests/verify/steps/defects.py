@@ -134,6 +134,17 @@ def decays_each(sums: Sums, k: int, rate: float = 1e-3, of: Callable[[Any], Any]
     return step
 
 
+def penalizes_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
+    """Adds the gradient of a penalty to the sum of each microbatch, before the division by all tokens."""
+
+    def step(p: Any, batch: Any) -> Any:
+        made = [sums(p, part) for part in pieces(batch, k)]
+        penalty = [x * as_dtype(rate, x) for x in p]
+        return total([(added([g, penalty]), w) for g, w in made])
+
+    return step
+
+
 def scheduled_each(sums: Sums, k: int, factor: float = 0.5) -> Any:
     """Multiplies the learning rate by a factor at each microbatch instead of once per window."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify import Cause, StepReport, check_step
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import by_hand, defects
 
 PARAMS = by_hand.params()
@@ -45,6 +45,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any], Cause, str]] = {
     "clipped each": (defects.clips_each, {}, Cause.CHANGED_BEFORE, "a norm of 0.05"),
     "decay each": (defects.decays_each, {}, Cause.ADDED, "0.001 times the parameters"),
     "little decay each": (partial(defects.decays_each, rate=1e-5), {}, Cause.ADDED, "1e-05 times the parameters"),
+    "penalty each": (defects.penalizes_each, {}, Cause.ADDED, "0.004 times the parameters"),
     "schedule each": (defects.scheduled_each, {}, Cause.BY_PLACE, "multiplied by 1, 0.5"),
     "updates each": (defects.updates_each, {"returns": "params"}, Cause.MOVED_EACH, "2 updates"),
     "float16": (defects.narrow, {}, Cause.PRECISION, "within 16-bit rounding"),
@@ -105,6 +106,9 @@ def reshapes(sums: Any, k: int) -> Any:
         (defects.right, {"microbatches": (1,), "devices": [1]}, "a division of the batch .* received one batch alone"),
         (defects.right, {"microbatches": (0,)}, "a number of microbatches"),
         (defects.right, {"microbatches": (9,)}, "at least as many examples as parts"),
+        (defects.right, {"unit": 0}, r"a unit roundoff from 2\*\*-53 to below 1, such as 2\*\*-24, received 0"),
+        (defects.right, {"unit": 1.0}, "a unit roundoff .* received 1.0"),
+        (defects.right, {"unit": float("nan")}, "a unit roundoff .* received nan"),
         (defects.right, {"returns": "loss"}, "returns to be 'gradients' or 'params'"),
         (lambda sums, k: 3, {}, "a step that takes 8 examples as one batch, received TypeError"),
         (lambda sums, k: lambda p, batch: [], {}, "a step that returns float arrays"),
@@ -127,6 +131,16 @@ def test_a_given_reference_tells_which_side_is_off() -> None:
     assert one.noises is not None and one.noises > 1e4
     assert all(run.noises is not None and run.noises < 8 for run in others)
     assert report.cause is Cause.INACCURATE
+
+
+@pytest.mark.parametrize("unit", [2.0**-4, 2.0**-2, 0.5])
+@pytest.mark.parametrize(("make", "cause"), [(defects.right, None), (defects.sum_of_means, Cause.SUM)])
+def test_the_bound_of_a_coarse_unit_hides_no_defect(make: Any, cause: Cause | None, unit: float) -> None:
+    """A sum of many terms of 8 bits may be all rounding, so float64 decides."""
+    report = check(make, 16, unit=unit)
+    assert report.cause is cause, str(report)
+    assert report.verdict is (Verdict.PASSES if cause is None else Verdict.FAILS)
+    assert all(run.invariance >= 0 for run in report.runs)
 
 
 def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
@@ -200,6 +214,7 @@ def test_a_term_divided_by_what_does_not_count_it(divide: Any, detail: str | Non
         (lambda params, part: [1.0], "received AttributeError"),
         (lambda params, part: {"words": 3.0}, "received TypeError"),
         (lambda params, part: {"words": (params[:1], 1)}, "gradients of terms like those of the step"),
+        (lambda params, part: {"words": (params, np.nan)}, "terms with finite weights, received words: nan"),
     ],
 )
 def test_terms_that_are_none_are_refused(terms: Any, message: str) -> None:

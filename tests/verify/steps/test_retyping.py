@@ -231,3 +231,33 @@ def test_a_net_of_bfloat16_is_compared_in_float64(defect: str, causes: list[Caus
     assert [fault.cause for fault in report.faults] == causes, str(report)
     assert report.verdict is (Verdict.FAILS if causes else Verdict.PASSES), str(report)
     assert report.runs[0].accuracy is not None and report.runs[0].accuracy <= 1
+
+
+def eight_bits(k: int, dtype: Any, right: bool) -> Any:
+    """A step with products of 8-bit floats, added in float32."""
+
+    def loss(w: Any, part: Any) -> Any:
+        narrow = part["x"].astype(dtype), w.astype(dtype)
+        y = jnp.einsum("ij,jk->ik", *narrow, preferred_element_type=jnp.float32)
+        return (jnp.tanh(y) ** 2 * part["real"][:, None]).sum()
+
+    @jax.jit
+    def step(w: Any, batch: Any) -> Any:
+        total, real = jnp.zeros_like(w), batch["real"].sum()
+        for x, mask in zip(jnp.split(batch["x"], k), jnp.split(batch["real"], k), strict=True):
+            total += jax.grad(loss)(w, {"x": x, "real": mask}) / (real if right else mask.sum() * k)
+        return total
+
+    return step
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("right", [True, False])
+def test_what_8_bits_may_hide_is_seen_in_float64(dtype: Any, right: bool) -> None:
+    """The rounding bound of a sum of 16 terms with a unit roundoff of 1/16 exceeds the sum."""
+    rows = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+    batch = {"x": rows, "real": np.float32(np.arange(16) < 13)}
+    report = check_step(partial(eight_bits, dtype=dtype, right=right), W, batch)
+    assert report.cause is (None if right else Cause.MEAN_OF_MEANS), str(report)
+    assert report.verdict is (Verdict.PASSES if right else Verdict.FAILS)
