@@ -95,9 +95,13 @@ class Added(Cell):
         first = next(x for x in xs if x is not None)
         dtype = backend.dtype(first)
         missing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
-        rows = backend.stack([missing if x is None else x for x in xs])
+        items = [missing if x is None else x for x in xs]
+        if any(backend.dtype(x) != dtype for x in items):
+            items = [backend.cast(x, running) for x in items]
+        rows = backend.stack(items)
         if not all(weight.known == 1 for weight, x in zip(weights, xs, strict=True) if x is not None):
-            factors = [factor(load("numpy"), weight, running) for weight in weights]
+            numpy = load("numpy")
+            factors = [1 if x is None else factor(numpy, w, running) for w, x in zip(weights, xs, strict=True)]
             column = np.asarray(factors, dtypes.part(dtypes.working(running)))
             column = np.reshape(column, (-1, *(1 for _ in shape_of(first))))
             rows = scaled(backend, rows, backend.asarray(column), running)
@@ -228,7 +232,8 @@ class Compensated(Cell):
 def two_sum(backend: Backend, a: Array, b: Array) -> tuple[Array, Array]:
     """The rounded sum and its exact rounding error, for operands of any magnitudes.
 
-    Compilers preserve it: none of the frameworks reassociates floating-point additions of variables.
+    Compilers preserve it: none of the frameworks reassociates floating-point additions of variables, though XLA does
+    those of constants.
     """
     total = backend.add(a, b)
     b_part = backend.add(total, -a)

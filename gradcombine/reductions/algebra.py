@@ -286,12 +286,13 @@ def described(*parts: Any, **settings: Any) -> str:
 
 
 def _common(trees: Sequence[Tree]) -> Tree:
-    """The first tree, with its None leaves replaced by those of the first tree that has a gradient there."""
+    """The first tree, with its leaves without a gradient replaced by those of the first tree that has one there."""
     # Row-sparse leaves are not flattened: some reductions accept dense and row-sparse contributions to a leaf.
     leaves, structure = tree.flatten(trees[0], is_row_sparse)
     for value in trees[1:]:
         others = tree.flatten_as(structure, value, is_row_sparse)
-        leaves = [other if leaf is None else leaf for leaf, other in zip(leaves, others, strict=True)]
+        pairs = zip(leaves, others, strict=True)
+        leaves = [leaf if other is None or not is_absent(leaf) else other for leaf, other in pairs]
     return tree.unflatten(structure, leaves)
 
 

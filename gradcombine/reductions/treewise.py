@@ -194,7 +194,8 @@ class Treewise(Reduction):
         try:
             # Before the weights: raises for dtypes that `of_weights` does not support.
             for column in columns:
-                like = next((x for x in column if x is not None), None)
+                given = [x for x in column if x is not None]
+                like = next((x for x in given if not backend.absent(x)), given[0] if given else None)
                 likes.append(like)
                 if like is None or backend.absent(like):
                     made_for.append(None)

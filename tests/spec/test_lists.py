@@ -89,6 +89,17 @@ def test_a_long_list_is_added_in_blocks_to_the_same_bits(order: Any) -> None:
         np.testing.assert_array_equal(exact.bits(np.asarray(result)), exact.bits(total / weight))
 
 
+@pytest.mark.needs("tensorflow")
+def test_a_long_list_may_miss_gradients_and_mix_integers() -> None:
+    import tensorflow as tf
+
+    missing = tf.function(lambda x: gc.combine(gc.reductions.sum(), [None, *tf.unstack(x)], [1e39, *[2.0] * 39]))
+    np.testing.assert_array_equal(missing(tf.ones([39, 2])), np.float32([78, 78]))
+    kinds = [tf.constant([i, 100], tf.int8 if i % 2 else tf.int32) for i in range(40)]
+    mixed = tf.function(lambda: gc.combine(gc.reductions.sum(), kinds))()
+    np.testing.assert_array_equal(mixed, [780, 4000])
+
+
 @pytest.mark.sampled
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("xla", [False, True])

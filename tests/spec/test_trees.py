@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import OrderedDict
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -149,6 +150,16 @@ def test_float0_passes_through_in_its_place() -> None:
         assert value["steps"].dtype == jax.dtypes.float0
         assert value["steps"].shape == (3,)
         np.testing.assert_array_equal(value["w"], np.float32([2, 2]))
+
+
+@needs_jax
+@pytest.mark.parametrize("make", [reductions.sum, partial(reductions.sum, "exact"), reductions.max])
+def test_float0_is_no_gradient_wherever_it_stands(make: Any) -> None:
+    import jax
+
+    absent, present = np.zeros(2, jax.dtypes.float0), jax.numpy.float32([1, 2])
+    for values in ([absent, present], [None, absent, present], [present, absent]):
+        np.testing.assert_array_equal(gc.combine(make(), values), present)
 
 
 @needs_jax

@@ -85,7 +85,8 @@ def accumulate(
         all-reduce per update. It then has weight 0, but still counts as a step of its window: windows end with the same
         microbatches as without ``skip``, schedules stay in step with the data, and the mean is over the other
         microbatches. If all microbatches of a window are left out, ``inner`` does not run, so that neither momentum nor
-        weight decay acts without a gradient. (`MultiSteps` waits for ``every`` good microbatches instead.)
+        weight decay acts without a gradient; one of weight 0 is not left out, also if it ends the window. (`MultiSteps`
+        waits for ``every`` good microbatches instead.)
       denominators: for a loss of several terms whose totals are not known before the gradients: the names of their
         denominators. ``updates`` is then a dict of gradients by denominator, of undivided sums, as computed by
         `gradcombine.integrations.jax.grads_by_denominator`; ``weight`` is a dict of the numbers that are added to the

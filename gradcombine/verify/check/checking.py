@@ -24,8 +24,19 @@ from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import as_floats, is_quantized
-from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64, rms
-from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Split, Step, Subject
+from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
+from gradcombine.verify.check.running import (
+    ONE_BATCH,
+    REPEATED,
+    Floats,
+    NotFiniteError,
+    NotWide,
+    Result,
+    Split,
+    Step,
+    Subject,
+    rms,
+)
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_program import other_constants
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
@@ -68,7 +79,8 @@ def check_step(
       microbatches, devices: numbers to divide by; all pairs are run.
       returns: ``"gradients"``: the step returns a tree of means over the examples, which may include a loss and
         metrics. ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
-        parameters is compared.
+        parameters is compared. If it has one size for all parameters, as in Adam's first step, it hides those of the
+        gradients: `Verdict.CANNOT_TELL`, unless these are found in the step's JAX program and compared.
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
@@ -86,8 +98,7 @@ def check_step(
     Raises:
       GradCombineError: for a batch without a common first axis, or with fewer examples than parts; for a step that
         raises on the batch, divided or not (with its message); if the result of one batch is not finite; for a
-        result that has no floats, or another structure or shape than for one batch or than ``params``, or floats in
-        place of the integers of one batch.
+        result that has no floats, or another structure, shape or kind of numbers than for one batch or than ``params``.
 
     A result may differ by 16 times the measured noise plus the rounding bound of a sum over the examples, and two
     results by twice that. For steps with a dtype narrower than float32 this bound hides much, so their divisions are
@@ -165,6 +176,18 @@ def checked(
     def add(run: str, cause: Cause, detail: str = "", line: str = "") -> None:
         faults.setdefault(cause, Fault(cause, run, detail, line))
 
+    def run(name: str, split: Split, batch: Tree) -> Result | None:
+        """Runs a division; records the fault if its result is not finite, or has a narrower dtype."""
+        try:
+            result = subject.run(split, batch)
+        except NotFiniteError as error:
+            return add(name, Cause.NOT_FINITE, f"in leaf {error.path}")
+        result.require_form_of(first)
+        for leaf, dtype, expected in zip(subject.names, result.dtypes, first.dtypes, strict=True):
+            if rounding_unit(dtype) > max(rounding_unit(expected), FLOAT32_UNIT):
+                return add(name, Cause.PRECISION, f"leaf {leaf} is {dtype} instead of {expected}")
+        return result
+
     def measure(name: str, result: Result, one: Result, reference: Floats | None) -> StepRun:
         shares = standard.shares(result.floats, one.floats, wide=False)
         accuracy, noises = (None, None) if reference is None else standard.accuracy(result, reference)
@@ -179,7 +202,7 @@ def checked(
         run = measure(name, result, one, None if reordered else reference_floats)
         if _integers_differ(result, standard.native) and not _rounded(standard, split, batch, result):
             return float("inf")
-        if run.invariance > 1 or standard.unit <= FLOAT32_UNIT:
+        if run.invariance > 1 or not standard.is_narrow:
             return run.invariance
         try:
             wide_one = standard.in_float64(ONE_BATCH, batch) if reordered else standard.wide
@@ -189,37 +212,39 @@ def checked(
         hidden.append(wide is None)
         if wide_one is None or wide is None:
             return run.invariance
+        if not reordered and standard.rounds_more(result, wide.floats):
+            return float("inf")
         return standard.float32_share(wide.floats, wide_one.floats)
 
     one_run = measure(str(ONE_BATCH), standard.native, standard.native, reference_floats)
     for i, split in enumerate([ONE_BATCH, *splits]):
         progress(parts[i], i, len(parts))
-        try:
-            result, repeated = subject.run(split, batch), subject.run(split, batch)
-        except NotFiniteError as error:
-            add(str(split), Cause.NOT_FINITE, f"in leaf {error.path}")
+        result, repeated = run(str(split), split, batch), run(str(split), split, batch)
+        if result is None or repeated is None:
             continue
-        result.require_form_of(first)
         if _differs(result, repeated):
             add(str(split), Cause.STATE)
             continue
         if split != ONE_BATCH and distance(str(split), split, batch, result) > 1:
             add(str(split), *explain(standard, case_of(standard, split, result, terms)))
             continue
+        if result.unequal:
+            add(str(split), Cause.NOT_EXCHANGED, f"leaf {result.unequal[0]} differs between devices")
+            continue
         if pad is not None:
             rows = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
             name, padded = f"{split} with {rows} rows of padding", pad(batch, rows)
-            result = subject.run(split, padded)
-            result.require_form_of(first)
-            result = result._replace(integers=standard.native.integers)
-            if (share := distance(name, split, padded, result)) > 1:
+            if (result := run(name, split, padded)) is not None and (
+                share := distance(name, split, padded, result)
+            ) > 1:
                 add(name, Cause.PLACEHOLDERS, f"{share:.3g} times the rounding bound")
     unclear = ""
-    if not faults and subject.returns_params and (answer := hidden_cause(standard, splits[-1], terms)) is not None:
-        if answer[0] is Cause.UNEXPLAINED:
-            unclear = answer[1]
-        else:
-            add(str(splits[-1]), *answer)
+    for split in splits if subject.returns_params else ():
+        if not faults and (answer := hidden_cause(standard, split, terms)) is not None:
+            if answer[0] is Cause.UNEXPLAINED:
+                unclear = f"{answer[1]}: {split}"
+            else:
+                add(str(split), *answer)
     constants_may_differ = reference is None and not standard.is_retyped(ONE_BATCH, batch)
     if one_run.accuracy is not None and 1 < one_run.accuracy <= MAX_FROM_CONSTANTS and constants_may_differ:
         unclear = f"accuracy: {one_run.noises:.3g} times the noise from a float64 run whose constants may differ"
@@ -231,23 +256,26 @@ def checked(
     progress(parts[-1], len(parts) - 1, len(parts))
     if not faults and subject.reverse:
         split, in_reverse = splits[-1], standard.reversed_batch
-        result, name = subject.run(split, in_reverse), f"{split} in reverse order"
-        if distance(name, split, in_reverse, result, reverse=True) > 1:
+        name = f"{split} in reverse order"
+        result = run(name, split, in_reverse)
+        if result is not None and distance(name, split, in_reverse, result, reverse=True) > 1:
             reversed_standard = Standard(subject.on(in_reverse), unit)
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(name, cause, detail)
     if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
-    of_result = standard.hidden_fraction(standard.native.floats)
+    of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
     not_checked: list[str] = []
     # Steps narrower than float32 are also compared in float64. Adam's first step has elements that rounding decides.
-    coarse = of_result > COARSE and standard.unit <= FLOAT32_UNIT and not subject.returns_params
+    coarse = of_result > COARSE and not standard.is_narrow and not subject.returns_params
     if any(hidden) or coarse:
         of_params = standard.hidden_fraction([as_floats(x) for _, x in subject.param_leaves])
         sizes = f"smaller than {of_result:.2g} of the result, or {of_params:.2g} of the parameters"
         not_checked.append(f"differences {sizes}, which rounding hides")
     if unclear:
         not_checked.append(unclear)
+    if standard.uninformative and not standard.gradient_examined:
+        not_checked.append(standard.uninformative)
     if not faults and (difference := other_constants(subject, splits[-1])):
         not_checked.append(difference)
     if reference_floats is None:
@@ -263,9 +291,6 @@ is rounded differently in float32 and float64, and 1 - 0.999 has a thousand time
 COARSE = 0.1
 """Fraction of the result above which hidden differences are reported: if a step has jumps, its noise does not measure
 its rounding."""
-
-REPEATED = 64
-"""Units of rounding by which a repeated result may differ: parallel additions have no fixed order."""
 
 
 def _differs(a: Result, b: Result) -> bool:

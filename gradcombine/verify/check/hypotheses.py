@@ -32,9 +32,8 @@ from gradcombine.verify.check.combinations import linear, microbatches, repeated
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, HIDDEN, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import flat, is_quantized
-from gradcombine.verify.check.measure import rms
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
-from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of
 from gradcombine.verify.check.step_report import Cause

@@ -74,6 +74,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[Standard]:
         perturbed = [subject.floats_of(functions[0], subject.batch, wide, x) for x in noise_of]
     except Exception:  # the step cannot be traced, or not run like this
         return
+    standard.gradient_examined = bool(lengths)
     columns = zip(*perturbed, values, strict=True)
     noise = [TIMES * max(float(np.linalg.norm(x - y)) for x in column) for *column, y in columns]
     for length in lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -13,7 +14,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent, loaded, owner
 from gradcombine.errors import invalid
 from gradcombine.types import Tree
-from gradcombine.verify.compare.ulp import kind_of
+from gradcombine.verify.compare.ulp import kind_of, rounding_unit
 
 NUMBERS = bool, int, float, complex
 """Python numbers, which are passed to steps unchanged."""
@@ -94,10 +95,19 @@ def _is_key(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def are_counts(x: Any) -> bool:
-    """Whether a float array holds integers only, such as a mask or token counts, which carry no rounding error."""
-    array = array_of(x) if is_float(x) else np.zeros(0)
-    return bool(np.all(widened(array) == np.round(widened(array))))
+def are_exact(x: Any) -> np.ndarray:
+    """Returns which elements carry no rounding error: all of a mask or of counts, and numbers like 3.5 and -1.
+
+    These have at most half the digits of the dtype.
+    """
+    array = widened(array_of(x)) if is_float(x) else np.zeros(0)
+    if np.iscomplexobj(array):
+        return np.zeros(array.shape, bool)
+    if np.all(array == np.round(array)):
+        return np.ones(array.shape, bool)
+    half = 2.0 ** round(-math.log2(rounding_unit(dtype_of(x))) / 2)
+    digits = np.frexp(array)[0] * half
+    return digits == np.round(digits)
 
 
 def is_float(x: Any) -> bool:
@@ -162,6 +172,14 @@ def array_of(x: Any) -> np.ndarray:
     if _is_key(x):
         x = sys.modules["jax"].random.key_data(x)
     return np.asarray(x)
+
+
+def on_each_device(x: Any) -> list[np.ndarray]:
+    """Returns the copies of a replicated JAX array on the devices of this process; empty if it is not replicated."""
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(x, jax.Array) or _is_key(x) or not x.is_fully_replicated:
+        return []
+    return [np.asarray(shard.data) for shard in x.addressable_shards]
 
 
 def shape_of(x: Any) -> tuple[int, ...]:

@@ -19,10 +19,21 @@ from functools import cached_property
 
 import numpy as np
 
+from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.leaves import flat, perturbation
-from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Rows, Split, Subject
+from gradcombine.verify.check.leaves import as_floats, flat, perturbation
+from gradcombine.verify.check.running import (
+    ONE_BATCH,
+    Floats,
+    NotFiniteError,
+    NotWide,
+    Result,
+    Rows,
+    Split,
+    Subject,
+    rms,
+)
 from gradcombine.verify.compare.ulp import rounding_unit
 
 EACH = 64
@@ -33,6 +44,15 @@ TIMES = 16
 
 SAMPLES = 3
 """Number of noise measurements, of which the largest is used."""
+
+MORE = 8
+"""Multiple of the error of one batch that the error of a division may have."""
+
+SAME_SIZE = 0.05
+"""Relative difference of changes of the same size; twice that part of the parameters may change otherwise."""
+
+MIN_CHANGES = 3
+"""Smallest number of changes of the same size that is not by chance."""
 
 FLOAT32_UNIT = rounding_unit(np.dtype(np.float32))
 UNIT64 = rounding_unit(np.dtype(np.float64))
@@ -51,6 +71,7 @@ class Measured:
       wide: the result of one batch in float64, or None.
       not_wide: the reason why there is no float64 result.
       unit: the unit roundoff.
+      roundoffs: the unit roundoff of each leaf, which may have a narrower dtype.
       draws: whether the step may draw random numbers.
       noise: the measured rounding noise of each leaf.
     """
@@ -61,19 +82,24 @@ class Measured:
         self.native = subject.run(ONE_BATCH, subject.batch)
         self.names = subject.names
         facts = step_program.read(subject)
-        self.unit = unit or facts.unit or max(map(rounding_unit, self.native.dtypes))
+        dtypes = [*self.native.dtypes, *(x.dtype for _, x in subject.param_leaves)]
+        self.unit = unit or facts.unit or max(map(rounding_unit, dtypes))
+        leaves = np.array([rounding_unit(x) for x in self.native.dtypes])
+        self.roundoffs = np.maximum(self.unit, leaves) if unit is None else np.full(len(leaves), unit)
         self.draws = facts.random
         self.wide, self.not_wide = self._in_float64(facts.draws)
         best, native = self._noise(self.wide is not None), self._noise(False)
         sizes = np.array([rms(x) for x in self.best.floats])
         # A leaf that is 0 in exact arithmetic, such as the key bias of attention, is the rounding of terms that cancel.
         # If the loss is piecewise linear, no change of the inputs shows it: it is measured against the largest leaf.
-        is_zero = sizes <= 2.0**-40 * sizes.max(initial=0)
-        native = np.where(is_zero, np.maximum(native, self.unit * sizes.max(initial=0)), native)
+        largest = sizes[self.gradients].max(initial=0)
+        is_zero = sizes <= 2.0**-40 * largest
+        native = np.where(is_zero, np.maximum(native, self.unit * largest), native)
         self.noise = np.where(is_zero, native, best)
         if subject.returns_params:
             stored = np.zeros_like(self.noise)
-            stored[: len(subject.param_leaves)] = [self.unit * rms(x) for _, x in subject.param_leaves]
+            params = [rms(x) for _, x in subject.param_leaves]
+            stored[: len(params)] = self.roundoffs[: len(params)] * params
             self.noise, best = self.noise + stored, best + stored
         columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
@@ -81,6 +107,30 @@ class Measured:
         self._accurate = TIMES * self.noise + sums
         # A result that is inaccurate by its noise in native precision also varies by it between divisions.
         self._allowed = TIMES * np.maximum(best, native) + sums
+
+    @cached_property
+    def params(self) -> dict[int, np.ndarray]:
+        """The parameter of each leaf of the result, matched by order or by path if possible."""
+        params = [(path, as_floats(x)) for path, x in self.subject.param_leaves]
+        shapes = [x.shape for x in self.native.floats]
+        if shapes == [x.shape for _, x in params]:
+            return dict(enumerate(x for _, x in params))
+        return {
+            i: p
+            for i, (name, shape) in enumerate(zip(self.names, shapes, strict=True))
+            for path, p in params
+            if name.endswith(path) and p.shape == shape
+        }
+
+    @property
+    def gradients(self) -> list[int]:
+        """Indices of the leaves that belong to parameters, unlike metrics; all leaves if none are known."""
+        return sorted(self.params) or [*range(len(self.names))]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the step has a dtype narrower than float32."""
+        return float(self.roundoffs.max()) > FLOAT32_UNIT
 
     @property
     def best(self) -> Result:
@@ -99,12 +149,12 @@ class Measured:
         return [self.repeated(rows) for rows in self.units]
 
     def one(self, rows: Sequence[int]) -> Result | None:
-        """Runs one batch of these examples in the best precision; None if the result is not finite (an empty mean)."""
+        """Runs one batch of these examples in the best precision; None if that raises or is not finite."""
         key = tuple(rows)
         if key not in self._rows:
             try:
                 self._rows[key] = self.subject.run(ONE_BATCH, self.subject.rows(rows), self.wide is not None)
-            except NotFiniteError:
+            except (NotWide, GradCombineError):  # not finite, or nothing is left of a masked example
                 self._rows[key] = None
         return self._rows[key]
 
@@ -120,7 +170,7 @@ class Measured:
         """Rounding bound of one result, one number per leaf."""
         if not wide:
             return self._allowed
-        return np.maximum(self._allowed * WIDE_TIMES * UNIT64 / self.unit, self._jumps)
+        return np.maximum(self._allowed * WIDE_TIMES * UNIT64 / self.roundoffs, self._jumps)
 
     def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
         """Returns the distance of each leaf divided by the rounding bound of ``sides`` results."""
@@ -128,7 +178,7 @@ class Measured:
 
     def float32_share(self, floats: Floats, one: Floats) -> float:
         """Returns the distance of a float64 result from one batch, divided by the rounding bound of float32."""
-        allowed = 2 * self._allowed * FLOAT32_UNIT / self.unit
+        allowed = 2 * self._allowed * FLOAT32_UNIT / self.roundoffs
         far = np.array([rms(x - y) for x, y in zip(floats, one, strict=True)])
         if np.any(far > allowed):
             allowed = np.maximum(allowed, 2 * self._jumps)
@@ -147,9 +197,31 @@ class Measured:
 
     def hidden_fraction(self, floats: Floats) -> float:
         """Returns the size of the largest differences that pass, relative to the size of these arrays."""
-        sizes = np.array([x.size for x in self.native.floats])
-        allowed = float(np.sqrt(sizes @ (2 * self._allowed) ** 2))
+        sizes = np.array([self.native.floats[i].size for i in self.gradients])
+        allowed = float(np.sqrt(sizes @ (2 * self._allowed[self.gradients]) ** 2))
         return over(allowed, float(np.linalg.norm(flat(floats))))
+
+    def rounds_more(self, result: Result, wide: Floats) -> bool:
+        """Whether a division is much further from its own float64 result than one batch, and than its noise."""
+        if self.wide is None:
+            return False
+        far, own = (
+            np.array([rms(x - y) for x, y in zip(a, b, strict=True)])
+            for a, b in ((result.floats, wide), (self.native.floats, self.wide.floats))
+        )
+        return bool(np.any((far > TIMES * self.noise) & (far > MORE * own)))
+
+    @property
+    def uninformative(self) -> str:
+        """What a result cannot show: all of it if it is 0, and sizes if each parameter changes by the same amount."""
+        if not any(np.any(x) for x in self.best.floats):
+            return "a result that is 0"
+        changes = np.abs(flat(self.best.floats[: len(self.subject.param_leaves)]))
+        changes = changes[changes > 0]
+        near = np.abs(changes - np.median(changes)) <= SAME_SIZE * np.median(changes) if changes.size else np.zeros(0)
+        if near.size < MIN_CHANGES or np.mean(near) < 1 - 2 * SAME_SIZE:
+            return ""
+        return "the sizes of the gradients, as each parameter changes by the same amount, like in Adam's first step"
 
     def accuracy(self, result: Result, reference: Floats) -> tuple[float, float]:
         """Returns the largest distance of a leaf from a reference, divided by the bound, and divided by the noise."""
@@ -183,7 +255,7 @@ class Measured:
         """Whether the result of one batch changes if its examples are reversed."""
         if self.order_dependent:
             return True
-        if self.wide is None or self.unit <= FLOAT32_UNIT:
+        if self.wide is None or not self.is_narrow:
             return False
         return self.float32_share(self.in_float64(ONE_BATCH, self.reversed_batch).floats, self.wide.floats) > 1
 
@@ -237,7 +309,7 @@ class Measured:
         """Measures the change of each leaf, or of the chosen elements, by rounding of the inputs."""
         base = self.best if wide else self.native
         masks = chosen or [np.array(True)] * len(base.floats)
-        noise = np.array([self.unit * rms(x * mask) for x, mask in zip(base.floats, masks, strict=True)])
+        noise = self.roundoffs * [rms(x * mask) for x, mask in zip(base.floats, masks, strict=True)]
         for result in self._perturbed(wide, self.unit):
             changes = [rms((x - y) * mask) for x, y, mask in zip(result.floats, base.floats, masks, strict=True)]
             noise = np.maximum(noise, changes)
@@ -262,12 +334,6 @@ class Measured:
             return self.noise, self._accurate
         noise = self._noise(False, zeros)
         return np.hypot(self.noise, noise), self._accurate + TIMES * noise
-
-
-def rms(x: np.ndarray) -> float:
-    """Returns the root mean square of float64 numbers of any size."""
-    largest = float(np.abs(x).max(initial=0))
-    return float(largest * np.sqrt(np.mean(np.square(x / largest)))) if largest else 0.0
 
 
 def over(distance: float, allowed: float) -> float:

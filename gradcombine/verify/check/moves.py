@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by, weights_of
-from gradcombine.verify.check.leaves import as_floats, flat, widened
+from gradcombine.verify.check.leaves import flat, widened
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
@@ -29,7 +29,7 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
         divided, undivided = (subject.run(x, copies, case.wide).floats for x in (case.split, ONE_BATCH))
     except (NotWide, ValueError):
         return
-    params, difference = _params_of(standard), [x - y for x, y in zip(case.result.floats, one, strict=True)]
+    params, difference = standard.params, [x - y for x, y in zip(case.result.floats, one, strict=True)]
     if subject.returns_params:
         new = {i: p + one[i] for i, p in params.items()}
         if (factor := _factor(difference, new, sorted(new))) is not None:
@@ -59,20 +59,6 @@ def _factor(addition: Floats, of: Mapping[int, np.ndarray], leaves: Sequence[int
     x, y = flat([addition[i] for i in leaves]), flat([of[i] for i in leaves])
     factor = float(x @ y / max(float(y @ y), 1e-300))
     return factor if np.linalg.norm(x - factor * y) < SAME * np.linalg.norm(x) else None
-
-
-def _params_of(standard: Standard) -> dict[int, np.ndarray]:
-    """Returns the parameter of each leaf of the result, matched by order or by path if possible."""
-    params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
-    shapes = [x.shape for x in standard.best.floats]
-    if shapes == [x.shape for _, x in params]:
-        return dict(enumerate(x for _, x in params))
-    return {
-        i: p
-        for i, (name, shape) in enumerate(zip(standard.names, shapes, strict=True))
-        for path, p in params
-        if name.endswith(path) and p.shape == shape
-    }
 
 
 def moved(standard: Standard, case: Case) -> Iterator[Prediction]:

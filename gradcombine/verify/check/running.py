@@ -15,7 +15,7 @@ from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.errors import GradCombineError, invalid, require_equal
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
-    are_counts,
+    are_exact,
     array_of,
     as_floats,
     as_framework_of,
@@ -26,13 +26,14 @@ from gradcombine.verify.check.leaves import (
     is_float_dtype,
     is_integers,
     is_present,
+    on_each_device,
     shape_of,
     taken,
     widened,
 )
 from gradcombine.verify.check.retyping import NotWide, Program
 from gradcombine.verify.check.retyping import wide as wide_types
-from gradcombine.verify.compare.ulp import rounding_unit
+from gradcombine.verify.compare.ulp import kind_of, rounding_unit
 
 Step: TypeAlias = Callable[[Any, Any], Any]
 """Function of parameters and a batch that returns gradients or new parameters."""
@@ -68,16 +69,18 @@ class Result(NamedTuple):
       floats: the float leaves, in float64; for new parameters, their change.
       integers: the other leaves.
       dtypes: dtypes of the float leaves as returned by the step.
-      forms: path of each leaf, and whether it is floats or integers, with its shape.
+      forms: path of each leaf, and its kind of numbers and shape.
+      unequal: paths of the leaves that are declared to be replicated but differ between devices.
     """
 
     floats: tuple[np.ndarray, ...]
     integers: tuple[np.ndarray, ...]
     dtypes: tuple[np.dtype, ...]
     forms: tuple[tuple[str, str], ...]
+    unequal: tuple[str, ...] = ()
 
     def require_form_of(self, one: Result) -> None:
-        """Raises if a leaf has another shape than in the result of one batch, or floats in place of integers."""
+        """Raises if a leaf has another shape or kind of numbers than in the result of one batch."""
         for (path, form), (_, expected) in zip(self.forms, one.forms, strict=True):
             require_equal("{}, as in one batch", expected, form, path)
 
@@ -218,8 +221,8 @@ class Subject:
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
             arguments = [copied(x, wide, noise) for x in params]
             leaves, structure = flattened(batch)
-            rows = [copied(x, wide, None if are_counts(x) else batch_noise) for x in leaves]
-            before = [array_of(x) for x in arguments if is_float(x)]
+            rows = [copied(x, wide, None if batch_noise is None else _but_exact(batch_noise, x)) for x in leaves]
+            before = [array_of(x).copy() for x in arguments if is_float(x)]  # a step may change them in place
             if program is not None and not program.problem:
                 return program([*arguments, *rows]), before
             return self._apply(function, arguments, tree.unflatten(structure, rows)), before
@@ -313,12 +316,10 @@ class Subject:
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
+        unequal = [name for name, (i, x) in zip(self.names, floats, strict=True) if _differs_on_devices(leaves[i], x)]
         integers = tuple(x for _, x in present if not is_float_dtype(x.dtype))
-        forms = tuple(
-            (paths[i] or "(root)", f"{'floats' if is_float_dtype(x.dtype) else 'integers'} of shape {x.shape}")
-            for i, x in present
-        )
-        return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats), forms)
+        forms = tuple((paths[i] or "(root)", f"{_KINDS[kind_of(x.dtype)]} of shape {x.shape}") for i, x in present)
+        return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats), forms, tuple(unequal))
 
     def _starts_with_params(self, result: Tree) -> bool:
         """Whether a result is parameters, alone or followed by metrics."""
@@ -337,11 +338,35 @@ class Subject:
             raise tree.difference(self._structure, structure)
 
 
+def _but_exact(noise: Callable[[np.ndarray], np.ndarray], like: Any) -> Callable[[np.ndarray], np.ndarray]:
+    exact = are_exact(like)
+    return lambda x: np.where(exact, x, noise(x)).astype(x.dtype)
+
+
+_KINDS = {"integer": "integers", "float": "floats", "complex": "complex numbers"}
+
+
 class NotFiniteError(GradCombineError):
     """Raised for a result that contains NaN or infinity."""
 
     def __init__(self, path: str) -> None:
         super().__init__("", "a step whose result is finite", "NaN or infinity", path)
+
+
+def _differs_on_devices(leaf: Any, array: np.ndarray) -> bool:
+    allowed = REPEATED * rounding_unit(array.dtype) * rms(as_floats(array))
+    return any(rms(as_floats(x) - as_floats(array)) > allowed for x in on_each_device(leaf)[1:])
+
+
+REPEATED = 64
+"""Units of rounding by which a repeated result, or one on another device, may differ: parallel additions have no fixed
+order."""
+
+
+def rms(x: np.ndarray) -> float:
+    """Returns the root mean square of float64 numbers of any size."""
+    largest = float(np.abs(x).max(initial=0))
+    return float(largest * np.sqrt(np.mean(np.square(x / largest)))) if largest else 0.0
 
 
 def line(error: Exception) -> str:

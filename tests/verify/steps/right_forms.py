@@ -177,7 +177,7 @@ def the_accumulator_of_this_library(k: int) -> Any:
 
 @right(LINE, ROWS, returns="params")
 def multi_steps_of_rows_of_one_weight(k: int) -> Any:
-    tx = optax.MultiSteps(optax.adam(1e-2), k)
+    tx = optax.MultiSteps(optax.sgd(1e-2), k)
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:

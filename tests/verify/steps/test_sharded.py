@@ -133,3 +133,24 @@ def test_a_defect_of_the_exchange_is_named(wrong: Any, cause: Cause, detail: str
 def test_a_step_for_one_device_alone_is_refused() -> None:
     with pytest.raises(GradCombineError, match="a make_step for one batch on 2 devices, received TypeError"):
         check(lambda k: make_step(k), microbatches=(1,), devices=(2,))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("right", [True, False])
+def test_a_result_that_differs_between_devices_is_named(right: bool) -> None:
+    """Declared to be replicated, unchecked, but summed onto the first device only."""
+
+    def make_step(k: int, devices: int = 1) -> Any:
+        del k
+
+        def local(p: Any, part: Any) -> Any:
+            own = part.mean() * p
+            mean = jax.lax.pmean(own, "d")
+            return mean if right else jax.numpy.where(jax.lax.axis_index("d") == 0, mean, own)
+
+        mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",)), jax.sharding.PartitionSpec
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec(), check_vma=False))
+
+    batch = np.random.default_rng(0).normal(size=8).astype(np.float32)
+    report = check_step(make_step, np.arange(1, 6, dtype=np.float32), batch, microbatches=(1,), devices=(1, 2))
+    assert report.cause is (None if right else Cause.NOT_EXCHANGED), str(report)
