@@ -211,6 +211,10 @@ class Program(Module):
         """All collectives, in program order."""
         exchanges = list[Exchange[Instruction]]()
         for name, x, loops in self.executed():
+            if (fused := self._fused_collective(x)) is not None:
+                inside, inner = fused
+                operand = sum(self.computations[inside][operand].bytes for operand in inner.operands)
+                exchanges.append(Exchange(inside, inner, loops, self.groups(inner), operand, x.bytes))
             if x.collective:
                 operand = sum(self.computations[name][operand].bytes for operand in x.operands)
                 # The result of an asynchronous start may contain its operands before the results.
@@ -218,6 +222,18 @@ class Program(Module):
                 result = sum(shape.bytes for shape in shapes[: len(x.operands)])
                 exchanges.append(Exchange(name, x, loops, self.groups(x), operand, result))
         return exchanges
+
+    def _fused_collective(self, x: Instruction) -> tuple[str, Instruction] | None:
+        """The computation of a fusion, and the collective in it. XLA fuses an all-reduce and a slice on TPUs."""
+        if x.opcode != "fusion" or "kind=kCustom" not in x.attributes:
+            return None
+        for name in x.called("calls"):
+            for inner in self.computations[name].values():
+                if inner.collective:
+                    scatters = inner.opcode == "all-reduce" and x.bytes < inner.bytes
+                    opcode = "reduce-scatter" if scatters else inner.opcode
+                    return name, inner._replace(opcode=opcode, attributes=f"{inner.attributes}, {x.attributes}")
+        return None
 
     def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
         """Yields for each operation its computation and loops, and its bytes moved and flops by bit width, per call."""

@@ -213,7 +213,7 @@ class Measured:
 
     @property
     def uninformative(self) -> str:
-        """What a result cannot show: all of it if it is 0, and sizes if each parameter changes by the same amount."""
+        """The part of a defect that a result cannot show: all if it is 0, sizes if all changes have one size."""
         if not any(np.any(x) for x in self.best.floats):
             return "a result that is 0"
         changes = np.abs(flat(self.best.floats[: len(self.subject.param_leaves)]))

@@ -40,7 +40,7 @@ class LeafDifference(NamedTuple):
       dtypes: the dtype of each side.
       equal_bits: whether both sides have the same bits, including signs of zeros and NaN payloads.
       max_ulp: the largest distance, in units in the last place of the narrower dtype; for integers, the difference.
-        `NAN_DISTANCE` if only one side is NaN.
+        `NAN_DISTANCE` if only one side is NaN, or overflows in the narrower dtype.
       median_ulp: the (lower) median distance; from 1024 on, rounded down to a power of two.
       ulp_counts: the number of elements that are 0, in [1, 2), [2, 4), [4, 8) ... ulp apart; last, the number of
         elements that are NaN on one side only.
@@ -235,6 +235,8 @@ class Meter:
     def _relative(self) -> float:
         # The quotient of two Python integers is correctly rounded.
         apart = max(self._max_ulp, 0) if self._kind == "integer" else self._apart
+        if not math.isfinite(self._largest):  # the absolute value of a complex number may overflow
+            return math.inf if apart else 0.0
         return apart / self._largest if self._largest else (math.inf if apart else 0.0)
 
     def _element(self, left: np.ndarray, right: np.ndarray, i: int) -> Element:

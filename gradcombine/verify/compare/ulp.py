@@ -157,11 +157,14 @@ def distances(kind: Kind, left: np.ndarray, right: np.ndarray) -> Distances:
             for side in (left, right)
         )
     if kind == "complex":
-        return Distances(np.maximum(*(ulp_distance(part(x), part(y)) for part in (np.real, np.imag))))
-    ulps = ulp_distance(x, y)
+        ulps = np.maximum(*(ulp_distance(part(x), part(y)) for part in (np.real, np.imag)))
+    else:
+        ulps = ulp_distance(x, y)
     if left.dtype != right.dtype:
-        # A number that overflows in the narrower dtype is not equal to an infinity.
-        ulps = np.maximum(ulps, (np.isinf(left) != np.isinf(right)).astype(np.uint64))
+        # A number that overflows in the narrower dtype is not equal to an infinity, NaN or the largest number.
+        lost = [np.isfinite(side) & ~np.isfinite(cast) for side, cast in ((left, x), (right, y))]
+        lost.append(np.isnan(left) != np.isnan(right))
+        ulps = np.where(np.any(lost, axis=0), np.uint64(NAN_DISTANCE), ulps)
     return Distances(ulps)
 
 

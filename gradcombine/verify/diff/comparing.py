@@ -220,8 +220,10 @@ def _follow_names(rows: Sequence[Row]) -> bool:
 
 
 def _is_square(row: Row) -> bool:
-    """Whether a kernel has equally many inputs and outputs, so that its shape does not determine the order of axes."""
-    shape = row.difference.shape
+    """Whether a shape does not determine the order of axes, as for a kernel of equally many inputs and outputs."""
+    shape, axes = row.difference.shape, row.pair.axes
+    if axes is not None and tuple(shape[i] for i in axes) == shape:
+        return True
     is_kernel = row.pair.a.removesuffix("/value").endswith("kernel")
     return len(shape) > 1 and (shape[-1] == shape[-2] if is_kernel else shape[0] == shape[1])
 

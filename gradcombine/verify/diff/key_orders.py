@@ -100,16 +100,16 @@ def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
     for name, leaf in dump.items():
         packed = _PACKED.fullmatch(name)
         axis = _packed_axis(leaf.shape)
-        if packed is None or axis is None or leaf.unread or fixed(name):
+        names = [] if packed is None else [f"{packed[1]}{part}_proj_{packed[2]}" for part in _PARTS]
+        if not names or axis is None or leaf.unread or fixed(name) or any(x in dump for x in names):
             parts[name] = leaf
             continue
         shape = tuple(n // 3 if i == axis else n for i, n in enumerate(leaf.shape))
-        for number, part in enumerate(_PARTS):
+        for number, name in enumerate(names):
 
             def load(leaf: Entry = leaf, axis: int = axis, number: int = number) -> np.ndarray:
                 return np.split(leaf.whole(), 3, axis)[number]
 
-            name = f"{packed[1]}{part}_proj_{packed[2]}"
             parts[name] = from_array(name, shape, leaf.dtype, load)
     return dump if len(parts) == len(dump) else parts
 

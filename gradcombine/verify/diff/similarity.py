@@ -87,7 +87,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
     # Scaled, since squares of float64 numbers may overflow.
-    scales = [float(np.abs(side).max(initial=0)) for side in (x, y)]
+    scales = [float(np.abs(side.view(np.float64)).max(initial=0)) for side in (x, y)]
     if not all(scales):
         return 1.0 if not any(scales) else 0.0
     x, y = x / scales[0], y / scales[1]

@@ -119,6 +119,8 @@ def first_divergence(
         raise invalid("two traces with a common step", f"{len(left)} and {len(right)} steps")
     one_sided: list[Divergence] = []
     for step in common:
+        for directory, dumps in ((a, left), (b, right)):
+            _require_stages(directory, open_dump(dumps[step]))
         for divergence in _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules):
             if divergence.introduced_by != UNKNOWN:
                 return divergence
@@ -147,6 +149,13 @@ def _in_step(step: int, a: Dump, b: Dump, allowed: Mapping[str, Allowed], rules:
             yield Divergence(step, stage, next(iter(failed), None), CAUSES[stage], *missing)
             return
         unrecorded = []
+
+
+def _require_stages(directory: str | Path, dump: Dump) -> None:
+    """Raises for leaves outside of stages, which would not be compared, and for a dump without leaves."""
+    other = next((name for name in dump if name.partition("/")[0] not in STAGES), None if dump else "no leaves")
+    if other is not None:
+        raise invalid(f"a trace: leaves whose names begin with {', '.join(STAGES)}", f"{other} in {directory}")
 
 
 def _stage(dump: Dump, stage: str, is_required: Callable[[str], bool]) -> Dump:

@@ -369,7 +369,7 @@ def _header(path: Path, content: bytes, first: dict[str, Any]) -> dict[str, Any]
         ):
             if first and leaves != first["leaves"]:
                 raise invalid("the same leaves throughout a log", f"{path}, where a later header has other leaves")
-            return header
+            return header | {"twins": [*twins, *first.get("twins", ())]}
         case _:
             raise invalid(expected, f"{path}: {shown(header)}")
 

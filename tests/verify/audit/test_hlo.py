@@ -169,6 +169,37 @@ def test_a_loop_that_is_a_branch() -> None:
     assert found.results[0].bytes == 2048
 
 
+FUSED = """HloModule fused, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter (p: f32[1024,8]) -> f32[128,8] {
+  %p = f32[1024,8]{1,0} parameter(0)
+  %ar = f32[1024,8]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add
+  %id = u32[] partition-id()
+  %rows = u32[] constant(128)
+  %start = u32[] multiply(%id, %rows)
+  %zero = u32[] constant(0)
+  ROOT %ds = f32[128,8]{1,0} dynamic-slice(%ar, %start, %zero), dynamic_slice_sizes={128,8}
+}
+
+ENTRY %main (x: f32[1024,8]) -> f32[128,8] {
+  %x = f32[1024,8]{1,0} parameter(0), sharding={replicated}
+  ROOT %f = f32[128,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+}
+"""  # noqa: E501
+
+
+def test_a_tpu_fuses_an_all_reduce_and_a_slice_into_a_reduce_scatter() -> None:
+    (exchange,) = Program(FUSED).exchanges
+    assert (exchange.kind, exchange.groups, exchange.times) == ("reduce-scatter", [tuple(range(8))], 1)
+    assert exchange.sent() == 7 / 8 * 4 * 1024 * 8
+
+
 def test_a_gpu_names_its_groups_in_any_form() -> None:
     assert groups("replica_groups={{0,2},{1,3}}, use_global_device_ids=true") == [(0, 2), (1, 3)]
     assert groups("replica_groups=[4,2]<=[8]") == [(0, 1), (2, 3), (4, 5), (6, 7)]

@@ -89,7 +89,7 @@ def test_the_signs_of_zeros_are_different_bits_but_no_distance() -> None:
         (np.uint64([2**64 - 1]), np.int64([-1]), 2**64),
         (np.uint64([2**64 - 1, 0]), np.int64([-(2**63), -1]), 2**64 - 1 + 2**63),
         (np.int8([-1]), np.uint8([255]), 256),
-        (np.float32([1e30]), np.float16([np.inf]), 1),
+        (np.float32([1e30]), np.float16([np.inf]), NAN_DISTANCE),
     ],
 )
 def test_every_kind_of_number_has_a_distance(a: Any, b: Any, ulp: int) -> None:

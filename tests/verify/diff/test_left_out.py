@@ -211,3 +211,61 @@ def test_dumps_of_a_run_that_are_no_common_step_are_named(names: tuple[str, str]
     assert not report.passes
     left_out: Any = [Path(each).name for each in report.left_out] or (report.only_a, report.only_b)
     assert left_out == (["final.npz"] * 2 if names[0] == "final" else ((1,), (-1,)))
+
+
+def test_data_of_hdf5_that_was_never_written_is_not_zero(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("never", (3,), "f4")
+        file.create_dataset("partly", (6,), "f4", chunks=(3,))[:3] = 0
+        file["zeros"] = np.zeros(3, np.float32)
+        file.create_dataset("chunks", (6,), "f4", chunks=(3,))[:] = 0
+        file["none"] = np.zeros((0, 3), np.float32)
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        for name, size in (("never", 3), ("partly", 6), ("zeros", 3), ("chunks", 6)):
+            file[name] = np.zeros(size, np.float32)
+        file["none"] = np.zeros((0, 3), np.float32)
+    report = diff(open_dump(tmp_path / "a.h5"), open_dump(tmp_path / "b.h5"))
+    assert not report.passes
+    assert {x.name for x in report.left_out} == {"never", "partly"}
+    assert {row.difference.name for row in report.rows if row.passes} == {"zeros", "chunks", "none"}
+
+
+@pytest.mark.parametrize("names", [("q_proj_weight", "in_proj_weight"), ("in_proj_weight", "q_proj_weight")])
+def test_packed_weights_are_not_split_over_a_leaf_of_that_name(names: tuple[str, str], tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"q_proj_weight": (4, 4), "in_proj_weight": (12, 4)}
+    ours = {f"attn.{name}": rng.normal(size=shapes[name]).astype(np.float32) for name in names}
+    theirs = dict(zip((f"attn.{x}_proj_weight" for x in "qkv"), np.split(ours["attn.in_proj_weight"], 3), strict=True))
+    np.savez(tmp_path / "a.npz", **ours)
+    np.savez(tmp_path / "b.npz", **theirs)
+    report = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz"))
+    assert not report.passes
+    assert report.only_a == ("attn.in_proj_weight",)
+
+
+def test_permuted_axes_fail_beside_a_kernel_that_follows_its_name(tmp_path: Path) -> None:
+    kernel, stack = np.arange(20, dtype=np.float32).reshape(4, 5), np.random.default_rng(0).normal(size=(2, 3, 2))
+    np.savez(tmp_path / "a.npz", kernel=kernel, stack=stack)
+    np.savez(tmp_path / "b.npz", kernel=kernel, stack=stack.transpose(2, 1, 0))
+    assert not diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz")).passes
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options"),
+    [
+        (np.float32([1000, 1]), np.array([np.nan, 1], np.float16), ("--max-ulp", "0")),
+        (np.float32([np.inf]), np.float16([np.nan]), ("--max-ulp", "1")),
+        (np.float32([1e30]), np.float16([65504]), ("--max-ulp", "1")),
+        (np.float32([1e30]), np.float16([np.inf]), ("--max-ulp", "1")),
+        (np.complex128([1e39]), np.complex64([np.inf]), ("--max-ulp", "1")),
+        (np.complex128([1e308 + 1.5e308j]), np.complex128([1.5e308 + 1.5e308j]), ("--rtol", "1e-9")),
+    ],
+)
+def test_what_the_narrower_dtype_cannot_hold_does_not_pass(
+    a: np.ndarray, b: np.ndarray, options: tuple[str, str], tmp_path: Path
+) -> None:
+    for name, array in (("a", a), ("b", b)):
+        np.savez(tmp_path / f"{name}.npz", w=array)
+    for pair in (("a.npz", "b.npz"), ("b.npz", "a.npz")):
+        assert run(*(str(tmp_path / x) for x in pair), *options)[0] == 1
+    assert run(str(tmp_path / "a.npz"), str(tmp_path / "a.npz"), *options)[0] == 0

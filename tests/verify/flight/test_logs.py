@@ -382,3 +382,13 @@ def test_many_twins_are_matched_in_linear_time(tmp_path: Path) -> None:
     header = json.dumps({**json.loads(lines[0][:-9]), "twins": names}).encode()
     (tmp_path / "b").write_bytes(b"%s %08x\n" % (header, zlib.crc32(header)))
     assert all(read_log(tmp_path / "b").twins)
+
+
+def test_a_log_that_is_continued_without_twins_still_compares_them(tmp_path: Path) -> None:
+    first, second = ({"w": np.float32([1, x])} for x in (2, 3))
+    path = tmp_path / "log"
+    with FlightRecorder(path, first, twins=["w"]) as recorder:
+        recorder(0, [gc.digest(first), gc.digest(second)])
+    with FlightRecorder(path, first) as recorder:
+        recorder(1, gc.digest(first))
+    assert not diff_logs(read_log(path), read_log(path)).passes

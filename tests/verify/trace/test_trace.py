@@ -280,3 +280,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         first_divergence(tmp_path / "a", tmp_path / "c")
     with pytest.raises(GradCombineError, match="a directory of dumps"):
         first_divergence(tmp_path / "a", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("other", [{"w": np.ones(2)}, {"params/w": np.ones(2), "loss": np.ones(1)}, {}])
+def test_leaves_outside_of_stages_are_refused_as_they_would_not_be_compared(other: Any, tmp_path: Path) -> None:
+    write_runs(tmp_path, a={0: {"params": {"w": np.ones(2)}}})
+    (tmp_path / "b").mkdir()
+    np.savez(tmp_path / "b" / "step_0.npz", **other)
+    for pair in (("a", "b"), ("b", "b")):
+        with pytest.raises(GradCombineError, match="a trace: leaves whose names begin with inputs"):
+            first_divergence(*(tmp_path / x for x in pair))
