@@ -199,11 +199,11 @@ def checked(
         """Records a run; returns its distance from one batch over the bound, in float64 for narrow dtypes."""
         reordered = reverse and standard.depends_on_order
         one = standard.one_reversed if reverse else standard.native
-        run = measure(name, result, one, None if reordered else reference_floats)
+        measured = measure(name, result, one, None if reordered else reference_floats)
         if _integers_differ(result, standard.native) and not _rounded(standard, split, batch, result):
             return float("inf")
-        if run.invariance > 1 or not standard.is_narrow:
-            return run.invariance
+        if measured.invariance > 1 or not standard.is_narrow:
+            return measured.invariance
         try:
             wide_one = standard.in_float64(ONE_BATCH, batch) if reordered else standard.wide
             wide = None if wide_one is None else standard.in_float64(split, batch)
@@ -211,7 +211,7 @@ def checked(
             wide_one = wide = None
         hidden.append(wide is None)
         if wide_one is None or wide is None:
-            return run.invariance
+            return measured.invariance
         if not reordered and standard.rounds_more(result, wide.floats):
             return float("inf")
         return standard.float32_share(wide.floats, wide_one.floats)

@@ -216,6 +216,8 @@ class Measured:
         """The part of a defect that a result cannot show: all if it is 0, sizes if all changes have one size."""
         if not any(np.any(x) for x in self.best.floats):
             return "a result that is 0"
+        if self.subject.framework == "torch":  # its results include the gradients that reach optimizers
+            return ""
         changes = np.abs(flat(self.best.floats[: len(self.subject.param_leaves)]))
         changes = changes[changes > 0]
         near = np.abs(changes - np.median(changes)) <= SAME_SIZE * np.median(changes) if changes.size else np.zeros(0)

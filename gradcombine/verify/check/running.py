@@ -355,7 +355,7 @@ class NotFiniteError(GradCombineError):
 
 def _differs_on_devices(leaf: Any, array: np.ndarray) -> bool:
     allowed = REPEATED * rounding_unit(array.dtype) * rms(as_floats(array))
-    return any(rms(as_floats(x) - as_floats(array)) > allowed for x in on_each_device(leaf)[1:])
+    return not all(rms(as_floats(x) - as_floats(array)) <= allowed for x in on_each_device(leaf)[1:])  # also for NaN
 
 
 REPEATED = 64
