@@ -366,3 +366,19 @@ def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max
 
 def _arrays(result: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in parts(result)]
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_constants_of_a_program_keep_the_bits_of_exact_sums() -> None:
+    """XLA simplifies ``(x + 1e8) - 1e8`` to ``x`` if the numbers are constants of the program."""
+    import jax
+    import tensorflow as tf
+
+    large, half, one = np.float32([1e8]), np.float32([0.5]), np.float32([1])
+
+    def total(x: Any) -> Any:
+        return gc.combine(gc.reductions.sum("exact"), [x, large, half, -large])
+
+    programs = (total, one), (jax.jit(total), one), (tf.function(total, jit_compile=True), tf.constant(one))
+    for program, x in programs:
+        np.testing.assert_array_equal(np.asarray(program(x)), one + half)

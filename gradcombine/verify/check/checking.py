@@ -79,8 +79,8 @@ def check_step(
       microbatches, devices: numbers to divide by; all pairs are run.
       returns: ``"gradients"``: the step returns a tree of means over the examples, which may include a loss and
         metrics. ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
-        parameters is compared. If it has one size for all parameters, as in Adam's first step, it hides those of the
-        gradients: `Verdict.CANNOT_TELL`, unless these are found in the step's JAX program and compared.
+        parameters is compared. If all parameters change by the same amount, as in Adam's first step, the
+        verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and compared.
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
@@ -274,8 +274,8 @@ def checked(
         not_checked.append(f"differences {sizes}, which rounding hides")
     if unclear:
         not_checked.append(unclear)
-    if standard.uninformative and not standard.gradient_examined:
-        not_checked.append(standard.uninformative)
+    if not standard.gradient_examined and (hides := standard.uninformative):
+        not_checked.append(hides)
     if not faults and (difference := other_constants(subject, splits[-1])):
         not_checked.append(difference)
     if reference_floats is None:

@@ -213,17 +213,18 @@ class Measured:
 
     @property
     def uninformative(self) -> str:
-        """The part of a defect that a result cannot show: all if it is 0, sizes if all changes have one size."""
+        """Description of the differences that the result of any gradients hides; empty if there are none."""
         if not any(np.any(x) for x in self.best.floats):
             return "a result that is 0"
-        if self.subject.framework == "torch":  # its results include the gradients that reach optimizers
+        # In PyTorch, the results include the gradients that reach optimizers.
+        if not self.subject.returns_params or self.subject.framework == "torch":
             return ""
         changes = np.abs(flat(self.best.floats[: len(self.subject.param_leaves)]))
         changes = changes[changes > 0]
         near = np.abs(changes - np.median(changes)) <= SAME_SIZE * np.median(changes) if changes.size else np.zeros(0)
         if near.size < MIN_CHANGES or np.mean(near) < 1 - 2 * SAME_SIZE:
             return ""
-        return "the sizes of the gradients, as each parameter changes by the same amount, like in Adam's first step"
+        return "the sizes of the gradients: each parameter changes by the same amount, as in Adam's first step"
 
     def accuracy(self, result: Result, reference: Floats) -> tuple[float, float]:
         """Returns the largest distance of a leaf from a reference, divided by the bound, and divided by the noise."""

@@ -43,7 +43,7 @@ class LeafDifference(NamedTuple):
         `NAN_DISTANCE` if only one side is NaN, or overflows in the narrower dtype.
       median_ulp: the (lower) median distance; from 1024 on, rounded down to a power of two.
       ulp_counts: the number of elements that are 0, in [1, 2), [2, 4), [4, 8) ... ulp apart; last, the number of
-        elements that are NaN on one side only.
+        elements that are NaN, or overflow in the narrower dtype, on one side only.
       relative: the largest absolute difference over finite elements, relative to the largest magnitude in the second
         leaf. Exact for integers.
       cosine: the cosine of the angle between the sides as vectors; NaN if only one is zero, 1 if both are.
@@ -75,7 +75,7 @@ class LeafDifference(NamedTuple):
 
     @property
     def nan_against_number(self) -> bool:
-        """Whether an element is NaN on one side only."""
+        """Whether an element is NaN, or overflows in the narrower dtype, on one side only."""
         return self.ulp_counts[-1] > 0
 
     @property
@@ -90,7 +90,7 @@ class LeafDifference(NamedTuple):
     @property
     def distance(self) -> str:
         """The largest distance in words."""
-        return "NaN on one side" if self.nan_against_number else f"up to {self.max_ulp:,} ulp"
+        return "NaN or overflow on one side" if self.nan_against_number else f"up to {self.max_ulp:,} ulp"
 
 
 class Meter:

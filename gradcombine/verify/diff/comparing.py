@@ -203,7 +203,7 @@ def diff(
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
     if _follow_names(rows):
-        rows = [row._replace(passes=False) if row.transposed and _is_square(row) else row for row in rows]
+        rows = [row._replace(passes=False) if row.transposed and _is_ambiguous(row) else row for row in rows]
     rows.sort(key=lambda row: (row.passes, *row.difference.badness))
     tied = (*_tied(a, only_a), *_tied(b, only_b))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows), tied)
@@ -215,11 +215,11 @@ def _follow_names(rows: Sequence[Row]) -> bool:
     Names then decide for square kernels, too. (They do not in GPT-2, where a ``weight`` is laid out like a ``kernel``.)
     """
     kernels = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
-    follow = [not row.transposed for row in kernels if len(row.difference.shape) > 1 and not _is_square(row)]
+    follow = [not row.transposed for row in kernels if len(row.difference.shape) > 1 and not _is_ambiguous(row)]
     return bool(follow) and all(follow)
 
 
-def _is_square(row: Row) -> bool:
+def _is_ambiguous(row: Row) -> bool:
     """Whether a shape does not determine the order of axes, as for a kernel of equally many inputs and outputs."""
     shape, axes = row.difference.shape, row.pair.axes
     if axes is not None and tuple(shape[i] for i in axes) == shape:

@@ -214,11 +214,9 @@ def _forbidden(path: Path, group: Any, key: str, seen: set[Any]) -> str:
     return ""
 
 
-_ALLOCATED = 2
-"""``h5py.h5d.SPACE_STATUS_ALLOCATED``."""
-
-
 def _hdf5_entry(name: str, node: Any) -> Entry:
+    import h5py
+
     dtype = node.dtype
     if dtype == np.dtype("V2") and node.attrs.get("dtype") == "bfloat16":
         # Keras writes bfloat16 as opaque 2-byte words, marked by an attribute.
@@ -231,7 +229,7 @@ def _hdf5_entry(name: str, node: Any) -> Entry:
         return unread(name, "a dataset whose contents are in other files", node.shape)
     if node.nbytes > _MAX_COMPRESSION * (node.id.get_storage_size() + 4096):
         return unread(name, f"{node.nbytes} bytes in {node.id.get_storage_size()} of the file", node.shape)
-    if node.size and node.id.get_space_status() != _ALLOCATED:
+    if node.size and node.id.get_space_status() != h5py.h5d.SPACE_STATUS_ALLOCATED:
         return unread(name, "a dataset that was not written completely", node.shape)
     return from_blocks(name, node.shape, dtype, lambda index: np.asarray(node[index]).view(dtype))
 

@@ -93,7 +93,8 @@ def first_divergence(
       that matches only with its axes permuted, if the shapes agree and no rule specifies the permutation.
 
     Raises:
-      GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
+      GradCombineError: for a directory without a trace, leaves outside of the stages of `record`, traces without a
+        common step, and as `diff`.
 
     >>> import tempfile, numpy as np
     >>> from gradcombine.verify import first_divergence, record
@@ -119,9 +120,10 @@ def first_divergence(
         raise invalid("two traces with a common step", f"{len(left)} and {len(right)} steps")
     one_sided: list[Divergence] = []
     for step in common:
-        for directory, dumps in ((a, left), (b, right)):
-            _require_stages(directory, open_dump(dumps[step]))
-        for divergence in _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules):
+        dumps = open_dump(left[step]), open_dump(right[step])
+        for directory, dump in zip((a, b), dumps, strict=True):
+            _require_stages(directory, dump)
+        for divergence in _in_step(step, *dumps, limits, rules):
             if divergence.introduced_by != UNKNOWN:
                 return divergence
             one_sided.append(divergence)

@@ -69,6 +69,15 @@ def test_flush_of_a_window_of_which_nothing_is_left(mode: str) -> None:
     assert int(state.window.index) == 1
 
 
+@SCAN
+def test_a_microbatch_of_weight_0_is_not_left_out(mode: str) -> None:
+    """Weight decay runs on a gradient of 0 if the window ends with it."""
+    decay = optax.chain(optax.add_decayed_weights(0.5), NEGATE)
+    extra = {"flush": [False, True], "weight": np.float32([1, 0])}
+    outputs, state = run(accumulate(decay, 4, skip=skip_not_finite()), vectors(2)[0], vectors(NAN, 3), mode, **extra)
+    assert (firsts(outputs), bool(state.applied)) == ([0, -1], True)
+
+
 @MODES
 def test_the_skip_function_sees_the_window_and_the_parameters(mode: str) -> None:
     def skip(updates: Any, gradient_step: Any, params: Any) -> Any:

@@ -233,3 +233,32 @@ def test_an_example_that_cannot_run_alone_is_left_out() -> None:
         return step
 
     assert check_step(make_step, W, BATCH).passes
+
+
+def test_gradients_of_one_size_are_compared() -> None:
+    """Only a change of parameters of one size hides the sizes of gradients."""
+    report = check_step(lambda k: lambda w, batch: np.full(5, np.float32(batch["y"].mean())) + 0 * w, W, BATCH)
+    assert report.passes, str(report)
+
+
+@pytest.mark.full
+@pytest.mark.needs("jax", "optax")
+@pytest.mark.usefixtures("as_users_do")
+def test_adam_in_multi_steps_is_not_accused_but_hides_the_gradients() -> None:
+    """The state is created inside of the step, so the parameters are all that it shows."""
+
+    def make_step(k: int) -> Any:
+        tx = optax.MultiSteps(optax.adam(1e-2), k)
+
+        def step(w: Any, batch: Any) -> Any:
+            state = tx.init(w)
+            for part in pieces(batch, k):
+                updates, state = tx.update(jax.grad(loss)(w, part) / len(part["x"]), state, w)
+                w = optax.apply_updates(w, updates)
+            return w
+
+        return jax.jit(step)
+
+    report = check_step(make_step, W, NO_MASK, returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL, str(report)
+    assert not report.faults
