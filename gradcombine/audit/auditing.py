@@ -293,7 +293,7 @@ def _of_tensorflow(step: Any, args: Sequence[Tree], target: str | Target | None)
 
 def _audited(built: Built, target: Target) -> Audit:
     """Audits a program; raises GradCombineError for HLO of an unknown form."""
-    program = built.program
+    program, target = built.program, target._replace(order=built.order)
     if isinstance(program, Graph):
         return Audit(program.name, target, program, None, find(program), None, None, None)
 

@@ -60,11 +60,13 @@ class Built(NamedTuple):
       program: its HLO, or a graph that is not compiled.
       memory: None if unknown.
       donated: indices of donated parameters, in addition to those that the HLO names.
+      order: positions of its devices in the target's, see `Target`.
     """
 
     program: Program | Graph
     memory: Memory | None = None
     donated: Sequence[int] = ()
+    order: tuple[int, ...] = ()
 
 
 def compile_step(step: Any, args: Sequence[Tree], target: Target) -> Built:
@@ -81,11 +83,14 @@ def compile_step(step: Any, args: Sequence[Tree], target: Target) -> Built:
     step = _unwrapped(step)
     if attribute(step, "as_text") is None or attribute(step, "memory_analysis") is None:
         raise invalid("a jitted function, or one lowered or compiled", shown(step))
-    if not target.here and (others := _device_kinds(step) - {device.device_kind for device in target.devices}):
+    shardings = _shardings(step)
+    kinds = {device.device_kind for x in shardings for device in attribute(x, "device_set") or ()}
+    if not target.here and (others := kinds - {device.device_kind for device in target.devices}):
         expected = f"a step on devices of {target.name} (build a step that closes over a mesh with these devices)"
         raise invalid(expected, f"one on {', '.join(sorted(others))}")
-    program = read_program(step.as_text(), "a compiled function", shardings=shardings(step))
-    return Built(program, _memory(step.memory_analysis(), target), _donated(step, len(program.parameters)))
+    program = read_program(step.as_text(), "a compiled function", shardings=parameter_shardings(step))
+    donated = _donated(step, len(program.parameters))
+    return Built(program, _memory(step.memory_analysis(), target), donated, _order(shardings, target.devices))
 
 
 def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) -> Built:
@@ -197,15 +202,26 @@ def _placed(x: Any, target: Target) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
 
 
-def _device_kinds(compiled: Any) -> set[str]:
-    """The ``device_kind`` of the devices that hold arguments and results, as far as they are known."""
+def _shardings(compiled: Any) -> list[Any]:
+    """Shardings of the arguments and results, as far as they are known."""
     import jax
 
-    shardings = [attribute(compiled, name) for name in ("input_shardings", "output_shardings")]
-    return {device.device_kind for x in jax.tree.leaves(shardings) for device in attribute(x, "device_set") or ()}
+    return jax.tree.leaves([attribute(compiled, name) for name in ("input_shardings", "output_shardings")])
 
 
-def shardings(compiled: Any) -> list[str]:
+def _order(shardings: Sequence[Any], devices: Sequence[Any]) -> tuple[int, ...]:
+    """Positions in ``devices`` of the devices of a mesh, in whose order the program numbers them; empty if unknown."""
+    from jax.sharding import Mesh
+
+    position = {device: i for i, device in enumerate(devices)}
+    for sharding in shardings:
+        mesh = getattr(sharding, "mesh", None)
+        if isinstance(mesh, Mesh) and position.keys() >= set(mesh.devices.flat):
+            return tuple(position[device] for device in mesh.devices.flat)
+    return ()
+
+
+def parameter_shardings(compiled: Any) -> list[str]:
     """Shardings of the program's parameters in HLO's notation, which the HLO text of JAX 0.12 lacks."""
     executable: Any = getattr(compiled, "runtime_executable", lambda: None)()
     protos = getattr(executable, "get_parameter_shardings", lambda: None)()

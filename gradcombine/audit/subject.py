@@ -201,9 +201,9 @@ class Exchange(NamedTuple, Generic[X]):
             return float(self.operand)
         return (n - 1) / n * self.size
 
-    def leaves_host(self, per_host: int) -> tuple[int, float]:
+    def leaves_host(self, host: Callable[[int], int]) -> tuple[int, float]:
         """The number of hosts that a group spans, and the bytes that each device sends to other hosts."""
-        hosts = max(len({device // per_host for device in group}) for group in self.groups or [(0,)])
+        hosts = max(len({host(device) for device in group}) for group in self.groups or [(0,)])
         on_host = max(1, math.ceil(self.members / hosts))
         if hosts == 1:
             return 1, 0.0

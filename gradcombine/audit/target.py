@@ -78,12 +78,18 @@ class Target(NamedTuple):
       devices: devices of JAX; for this machine, `jax.devices`.
       per_host: number of devices that share a host or slice.
       figures: published figures of a device, or None.
+      order: for each device of a program, its position in ``devices``; empty if they are in order.
     """
 
     name: str
     devices: tuple[Any, ...]
     per_host: int
     figures: Published | None
+    order: tuple[int, ...] = ()
+
+    def host(self, device: int) -> int:
+        """The host or slice of a device of the program."""
+        return (self.order[device] if self.order else device) // self.per_host
 
     @property
     def here(self) -> bool:
@@ -148,6 +154,7 @@ def tpu(name: str) -> tuple[Any, ...]:
     """TPU devices of a slice, for instance ``"v5e:4x4"``."""
     _require("libtpu", "'jax[tpu]=={0}'")
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no cloud metadata server to query
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compiling needs no TPU, so processes need no lock for it
     return _topology("tpu", topology_name=name)
 
 
@@ -216,7 +223,7 @@ def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Seq
         return dict.fromkeys(("compute", "memory", "exchange"), unknown)
     seconds = moved / figures.bandwidth
     memory = Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
-    exchange = _exchange(exchanges, target.per_host, figures)
+    exchange = _exchange(exchanges, target, figures)
     return {"compute": _compute(flops, figures), "memory": memory, "exchange": exchange}
 
 
@@ -230,10 +237,10 @@ def _compute(flops: dict[int, float], figures: Published) -> Bound:
     return Bound(seconds, f"{words} = {seconds:.3g} s")
 
 
-def _exchange(exchanges: Sequence[Exchange[X]], per_host: int, figures: Published) -> Bound:
+def _exchange(exchanges: Sequence[Exchange[X]], target: Target, figures: Published) -> Bound:
     within = across = 0.0
     for x in exchanges:
-        hosts, away = x.leaves_host(per_host)
+        hosts, away = x.leaves_host(target.host)
         across += x.times * away
         within += x.times * (x.sent() if hosts == 1 else max(0.0, x.sent() - away))
     words, seconds = list[str](), 0.0

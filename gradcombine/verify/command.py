@@ -13,7 +13,7 @@ from rich.console import Console
 import gradcombine
 from gradcombine.audit import audit_report
 from gradcombine.audit.auditing import audit_named
-from gradcombine.errors import invalid, require_installed
+from gradcombine.errors import invalid, operation, require_installed
 from gradcombine.reporting.sections import Cells, Section, show
 from gradcombine.verify.check_command import check_command
 from gradcombine.verify.diff import diff_report
@@ -157,8 +157,9 @@ def explain_command(
 
     Example: `gradcombine explain rank0.npz rank1.npz --result reduced.npz --weights 3,1`
     """
+    opened = operation("explain", renames=True)(open_dump)
     with errors("explain"):
-        dumps, combined = [open_dump(path) for path in contributions], open_dump(result)
+        dumps, combined = [opened(path) for path in contributions], opened(result)
         trees = [_loaded(dump, path, combined) for dump, path in zip(dumps, contributions, strict=True)]
         scales = None if weights is None else numbers("weights", weights, float)
         counts = None if ranks is None else numbers("ranks", ranks, int)

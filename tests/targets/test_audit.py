@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ def test_a_step_that_does_not_fit(target: str) -> None:
     step = jax.jit(lambda x: x @ x)
     with pytest.raises(OutOfMemoryError, match=r"audit: expected .* on a device of|audit: expected a step that fits"):
         audit(step, jax.ShapeDtypeStruct((150_000, 150_000), jax.numpy.float32), target=target)
+
+
+def test_several_processes_compile_for_tpus_at_once() -> None:
+    code = "from gradcombine.audit import find_target; print(len(find_target('v5e:2x2').devices))"
+    assert len(find_target("v5e:2x2").devices) == 4  # from now on, this process has loaded the compiler
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["4"]
 
 
 ROWS = jax.ShapeDtypeStruct((64, 64), jnp.float32)

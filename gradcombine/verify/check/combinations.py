@@ -167,7 +167,7 @@ def _levels(
             exact = np.where(real, c * times * unit, 0)
             if lost:
                 yield Cause.LOST, lost + (f"; {twice} counted more than once" if twice else ""), exact
-            else:
+            elif len(np.unique(times[real])) <= 2:  # more are the powers of a decay, below
                 yield Cause.DOUBLED, twice, exact
     for name, pieces in divided.items():
         if all(np.ptp(r[(p > 0) & real]) < SAME * np.abs(r).max() for p in pieces if (p > 0)[real].any()):
@@ -186,16 +186,20 @@ def _levels(
 def _same_reversed(
     standard: Standard, case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]
 ) -> bool:
-    """Whether the weights have the same factors, position by position, with the examples in reverse order."""
+    """Whether the weights have the same factors, up to a common one, with the examples in reverse order."""
     if len(c) != standard.examples or not standard.subject.reverse:
         return False
     try:
         result = standard.run(case.split, standard.reversed_batch, case.wide)
     except (NotWide, GradCombineError):
         return False
-    x = c * sum(a * (p > 0)[::-1] for a, p in zip(factors, pieces, strict=True))
-    in_reverse, terms = case._replace(result=result), float(np.abs(x).sum())
-    return accounts_for(standard, in_reverse, standard.mixed(x), terms, standard.combination[1])
+    by_place = sum(a * (p > 0) for a, p in zip(factors, pieces, strict=True))
+    x, in_reverse = c * by_place[::-1], case._replace(result=result)
+    # Divided as before, or by the sum of the weights.
+    return any(
+        accounts_for(standard, in_reverse, standard.mixed(y), float(np.abs(y).sum()), standard.combination[1])
+        for y in (x, x * float(c @ by_place) / (float(x.sum()) or 1.0))
+    )
 
 
 def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:

@@ -101,6 +101,9 @@ class Subject:
     ) -> None:
         self.make_step, self.returns_params, self.reverse = make_step, returns_params, reverse
         self._params, self._params_structure = flattened(params)
+        for path, x in zip(self._params_structure.paths(), self._params, strict=True):
+            if returns_params and isinstance(x, float | complex):
+                raise invalid("an array as a parameter that the step returns", f"{type(x).__name__} {x}", path)
         self.batch = batch
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None

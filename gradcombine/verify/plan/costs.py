@@ -113,7 +113,8 @@ def _compiled(parts: Sequence[Part], target: Target) -> tuple[list[tuple[Audit, 
     # With unlimited memory: programs that do not fit get a row with figures, too.
     figures = target.figures
     unlimited = target._replace(figures=figures and figures._replace(memory=2**62))
-    audits = [(audit(step, *args, target=unlimited)._replace(target=target), calls) for step, args, calls in parts]
+    unbound = [(audit(step, *args, target=unlimited), calls) for step, args, calls in parts]
+    audits = [(x._replace(target=x.target._replace(figures=figures)), calls) for x, calls in unbound]
     flops, moved, exchanges = dict[int, float](), 0, list[Exchange]()
     for report, calls in audits:
         program = cast("Program", report.program)  # a JAX program
@@ -127,7 +128,7 @@ def _compiled(parts: Sequence[Part], target: Target) -> tuple[list[tuple[Audit, 
             exchanges += [exchange] * (1 if exchange.computation in boundary else calls)
     peaks = [report.memory.peak for report, _ in audits if report.memory is not None]
     sent = sum(x.times * x.sent() for x in exchanges)
-    return audits, Figures(moved, sent, max(peaks, default=0)), bounds(target, flops, moved, exchanges)
+    return audits, Figures(moved, sent, max(peaks, default=0)), bounds(audits[0][0].target, flops, moved, exchanges)
 
 
 def _boundary(program: Program) -> Iterator[str]:

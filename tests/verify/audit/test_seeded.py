@@ -6,12 +6,16 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradcombine.audit import audit, audit_file
-from gradcombine.audit.compiling import shardings
+from gradcombine.audit.compiling import parameter_shardings
 from gradcombine.audit.program import Program
 from gradcombine.audit.rules import find
+from gradcombine.audit.target import PUBLISHED, Target
 from tests.verify.audit.seeded import CALLS, CASES, CLEARED, OURS, cleared, window_over_calls
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -66,4 +70,18 @@ def test_hlo_that_does_not_tell_how_arguments_are_split(tmp_path: Path) -> None:
     (report,) = audit_file(tmp_path / "step.txt")
     assert "how arguments are sharded, and hence which work devices repeat" in report.unread
     assert "repeated-work" not in {x.name for x in report.findings}
-    assert "repeated-work" in {x.name for x in find(Program(text, shardings=shardings(compiled)), ())}
+    assert "repeated-work" in {x.name for x in find(Program(text, shardings=parameter_shardings(compiled)), ())}
+
+
+@pytest.mark.parametrize("across", [True, False], ids=["across", "within"])
+def test_exchanges_cross_the_hosts_of_a_meshs_devices(across: bool) -> None:
+    """Two hosts of four devices; a program numbers its devices in the order of the mesh."""
+    target = Target("two hosts", tuple(jax.devices()), 4, PUBLISHED["h100"])
+    devices = np.array(target.devices).reshape(2, 4)
+    mesh = Mesh(devices.T if across else devices, ("a", "b"))
+    step = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "b"), mesh=mesh, in_specs=P("a", "b"), out_specs=P("a")))
+    x = jax.ShapeDtypeStruct((8, 1000), np.float32, sharding=NamedSharding(mesh, P("a", "b")))
+    bound = audit(step, x, target=target).bounds["exchange"]
+    assert bound.seconds is not None and bound.seconds > 0
+    assert ("to other hosts" in bound.arithmetic) is across
+    assert ("to its host" in bound.arithmetic) is not across

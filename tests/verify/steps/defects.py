@@ -155,6 +155,17 @@ def scheduled_each(sums: Sums, k: int, factor: float = 0.5) -> Any:
     return combining(combine)(sums, k)
 
 
+def averages_each(sums: Sums, k: int, decay: float = 0.5) -> Any:
+    """Takes moving averages of the gradients and of the tokens, which start with those of the first microbatch."""
+
+    def combine(made: list[Any]) -> list[Any]:
+        factors = [decay ** (len(made) - max(i, 1)) * (1 if i == 0 else (1 - decay) / decay) for i in range(len(made))]
+        scaled = [[x * as_dtype(a, x) for x in g] for a, (g, _) in zip(factors, made, strict=True)]
+        return over(added(scaled), sum(a * w for a, (_, w) in zip(factors, made, strict=True)))
+
+    return combining(combine)(sums, k)
+
+
 def updates_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
     """Updates the parameters at each microbatch; returns the new parameters."""
 

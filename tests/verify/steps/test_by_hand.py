@@ -18,7 +18,7 @@ PARAMS = by_hand.params()
 
 def check(make: Any, examples: int = 8, **options: Any) -> StepReport:
     batch = options.pop("batch", None) or by_hand.batch(examples)
-    return check_step(partial(make, by_hand.sums), PARAMS, batch, **options)
+    return check_step(partial(make, by_hand.sums), options.pop("params", PARAMS), batch, **options)
 
 
 UNEVEN: dict[str, Any] = {"examples": 10, "microbatches": (4,)}
@@ -47,6 +47,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any], Cause, str]] = {
     "little decay each": (partial(defects.decays_each, rate=1e-5), {}, Cause.ADDED, "1e-05 times the parameters"),
     "penalty each": (defects.penalizes_each, {}, Cause.ADDED, "0.004 times the parameters"),
     "schedule each": (defects.scheduled_each, {}, Cause.BY_PLACE, "multiplied by 1, 0.5"),
+    "moving average": (defects.averages_each, {"microbatches": (4,)}, Cause.BY_PLACE, "multiplied by"),
     "updates each": (defects.updates_each, {"returns": "params"}, Cause.MOVED_EACH, "2 updates"),
     "float16": (defects.narrow, {}, Cause.PRECISION, "within 16-bit rounding"),
     "bfloat16": (partial(defects.narrow, dtype=ml_dtypes.bfloat16), UNEVEN, Cause.PRECISION, "within 16-bit rounding"),
@@ -102,6 +103,7 @@ def reshapes(sums: Any, k: int) -> Any:
     [
         (defects.right, {"batch": {"a": np.ones((4, 2)), "b": np.ones(3)}}, "4 examples along the first axis"),
         (defects.right, {"batch": {"a": np.float32(1)}}, "a batch of two examples or more, received none"),
+        (defects.right, {"params": [0.5], "returns": "params"}, r"leaf \[0\]: expected an array .* received float 0.5"),
         (defects.right, {"microbatches": ()}, "numbers of microbatches"),
         (defects.right, {"microbatches": (1,), "devices": [1]}, "a division of the batch .* received one batch alone"),
         (defects.right, {"microbatches": (0,)}, "a number of microbatches"),
