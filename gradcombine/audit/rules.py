@@ -93,11 +93,6 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         if number not in search.aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
             batch.add(node)
     repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
-
-    def repeats(exchange: Exchange[Instruction]) -> bool:
-        """Whether devices repeat products that depend on the gathered array."""
-        return bool(repeated & flow.reached(flow.leaves(exchange.computation, exchange.x)))
-
     moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
     for exchange in program.exchanges:
         gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
@@ -107,9 +102,9 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         origin = search.moved_from([n for nodes in operands for n in nodes], moving) & batch
         # An all-reduce gathers if each device writes its rows into an array of zeros.
         starts = {flow.opcode(node) for nodes in operands for node in search.moved_from(nodes, moving)}
-        # Integer row indices of a sharded table are gathered on purpose, to look them up.
-        origin = {node for node in origin if flow.places[node].shape.is_float} or (origin if repeats(exchange) else ())
-        if origin and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
+        # Row indices of a sharded table, and features over a model axis, are gathered on purpose: no work is repeated.
+        repeats = repeated & flow.reached(flow.leaves(exchange.computation, exchange.x))
+        if origin and repeats and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
             yield Finding(
                 "batch-gathered",

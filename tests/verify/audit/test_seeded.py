@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -85,3 +86,20 @@ def test_exchanges_cross_the_hosts_of_a_meshs_devices(across: bool) -> None:
     assert bound.seconds is not None and bound.seconds > 0
     assert ("to other hosts" in bound.arithmetic) is across
     assert ("to its host" in bound.arithmetic) is not across
+
+
+@pytest.mark.parametrize("split", [P("data", "model"), P(("data", "model"))], ids=["features", "rows"])
+def test_what_is_gathered_over_a_model_axis_repeats_no_work(split: P) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    columns = NamedSharding(mesh, P(None, "model"))
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), out_shardings=columns)
+    w = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=columns)
+    x = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=NamedSharding(mesh, split))
+    report = audit(step, w, x)
+    assert "all-gather" in {exchange.kind for exchange in report.exchanges}
+    assert report.findings == []
