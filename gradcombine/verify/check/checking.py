@@ -19,6 +19,7 @@ from gradcombine.errors import (
     require_one_of,
 )
 from gradcombine.types import Tree
+from gradcombine.verify.check import step_program
 from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
@@ -38,7 +39,6 @@ from gradcombine.verify.check.running import (
     rms,
 )
 from gradcombine.verify.check.standard import Standard
-from gradcombine.verify.check.step_program import other_constants
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -214,7 +214,7 @@ def checked(
             return measured.invariance
         if not reordered and standard.rounds_more(result, wide.floats):
             return float("inf")
-        return standard.float32_share(wide.floats, wide_one.floats)
+        return float(standard.float32_shares(wide.floats, wide_one.floats).max())
 
     one_run = measure(str(ONE_BATCH), standard.native, standard.native, reference_floats)
     for i, split in enumerate([ONE_BATCH, *splits]):
@@ -227,6 +227,10 @@ def checked(
             continue
         if split != ONE_BATCH and distance(str(split), split, batch, result) > 1:
             add(str(split), *explain(standard, case_of(standard, split, result, terms)))
+            continue
+        if split != ONE_BATCH and (dtype := standard.narrow_sums(split)):
+            text = f"gradients are added in {dtype}, which rounds them by more than float32 does"
+            add(str(split), Cause.PRECISION, text, step_program.line_of(Cause.PRECISION, "", subject, split))
             continue
         if result.unequal:
             add(str(split), Cause.NOT_EXCHANGED, f"leaf {result.unequal[0]} differs between devices")
@@ -276,7 +280,7 @@ def checked(
         not_checked.append(unclear)
     if not standard.gradient_examined and (hides := standard.uninformative):
         not_checked.append(hides)
-    if not faults and (difference := other_constants(subject, splits[-1])):
+    if not faults and (difference := step_program.other_constants(subject, splits[-1])):
         not_checked.append(difference)
     if reference_floats is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")

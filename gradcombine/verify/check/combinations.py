@@ -187,18 +187,19 @@ def _same_reversed(
     standard: Standard, case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]
 ) -> bool:
     """Whether the weights have the same factors, up to a common one, with the examples in reverse order."""
+    leaves = standard.combination[1]
     if len(c) != standard.examples or not standard.subject.reverse:
         return False
     try:
         result = standard.run(case.split, standard.reversed_batch, case.wide)
     except (NotWide, GradCombineError):
         return False
-    by_place = sum(a * (p > 0) for a, p in zip(factors, pieces, strict=True))
+    by_place = np.sum([a * (p > 0) for a, p in zip(factors, pieces, strict=True)], axis=0)
     x, in_reverse = c * by_place[::-1], case._replace(result=result)
     # Divided as before, or by the sum of the weights.
     return any(
-        accounts_for(standard, in_reverse, standard.mixed(y), float(np.abs(y).sum()), standard.combination[1])
-        for y in (x, x * float(c @ by_place) / (float(x.sum()) or 1.0))
+        accounts_for(standard, in_reverse, standard.mixed(a * x), abs(a) * float(np.abs(x).sum()), leaves)
+        for a in (1.0, float(c @ by_place) / (float(x.sum()) or 1.0))
     )
 
 

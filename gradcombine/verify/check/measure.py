@@ -176,13 +176,13 @@ class Measured:
         """Returns the distance of each leaf divided by the rounding bound of ``sides`` results."""
         return np.array([over(rms(x - y), sides * z) for x, y, z in zip(a, b, self.allowed(wide), strict=True)])
 
-    def float32_share(self, floats: Floats, one: Floats) -> float:
-        """Returns the distance of a float64 result from one batch, divided by the rounding bound of float32."""
+    def float32_shares(self, floats: Floats, one: Floats) -> np.ndarray:
+        """Returns the distance of each leaf of float64 results, divided by the rounding bound of float32."""
         allowed = 2 * self._allowed * FLOAT32_UNIT / self.roundoffs
         far = np.array([rms(x - y) for x, y in zip(floats, one, strict=True)])
         if np.any(far > allowed):
             allowed = np.maximum(allowed, 2 * self._jumps)
-        return max(over(*x) for x in zip(far, allowed, strict=True))
+        return np.array([over(*x) for x in zip(far.tolist(), allowed.tolist(), strict=True)])
 
     @cached_property
     def _jumps(self) -> np.ndarray:
@@ -210,6 +210,34 @@ class Measured:
             for a, b in ((result.floats, wide), (self.native.floats, self.wide.floats))
         )
         return bool(np.any((far > TIMES * self.noise) & (far > MORE * own)))
+
+    def narrow_sums(self, split: Split) -> str:
+        """Returns the dtype of a division's additions that round gradients more than one batch's; empty if none do.
+
+        They are found in steps with narrow products, too, whose rounding hides theirs.
+        """
+        if not self.is_narrow or self.wide is None:
+            return ""
+        dtype, shares = self._rounding_of_sums(split)
+        _, of_one = self._sums_of_one
+        return dtype if np.any((shares > 1) & (shares > MORE * of_one)) else ""
+
+    @cached_property
+    def _sums_of_one(self) -> tuple[str, np.ndarray]:
+        return self._rounding_of_sums(ONE_BATCH)
+
+    def _rounding_of_sums(self, split: Split) -> tuple[str, np.ndarray]:
+        """Returns the dtype of narrow additions, and their effect on float32 gradients over the bound of float32."""
+        sums, terms = step_program.narrow_sums(self.subject, split)
+        effect = np.zeros(len(self.names))
+        if sums:
+            with suppress(NotWide, NotFiniteError):
+                exact, rounded = self.subject.evaluated(
+                    split, lambda program, leaves: [program.rounded(leaves, x) for x in (terms, [*terms, *sums])]
+                )
+                of_float32 = [i for i in self.gradients if rounding_unit(self.native.dtypes[i]) <= FLOAT32_UNIT]
+                effect[of_float32] = self.float32_shares(rounded.floats, exact.floats)[of_float32]
+        return str(sums[0].outvars[0].aval.dtype) if sums else "", effect
 
     @property
     def uninformative(self) -> str:
@@ -260,7 +288,9 @@ class Measured:
             return True
         if self.wide is None or not self.is_narrow:
             return False
-        return self.float32_share(self.in_float64(ONE_BATCH, self.reversed_batch).floats, self.wide.floats) > 1
+        return bool(
+            np.any(self.float32_shares(self.in_float64(ONE_BATCH, self.reversed_batch).floats, self.wide.floats) > 1)
+        )
 
     def in_float64(self, split: Split, batch: Tree) -> Result:
         """Runs a division in float64.

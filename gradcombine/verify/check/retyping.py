@@ -8,7 +8,7 @@ Constants and random numbers keep the values that they have in the native precis
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from enum import IntEnum
@@ -25,6 +25,9 @@ Arrays = Sequence[Any]
 
 DIVISORS = ContextVar[Callable[[Any], Any]]("divisors", default=lambda operation: 1)
 """Function of an equation that returns a factor for the divisor of a division."""
+
+ROUNDED = ContextVar[Collection[int]]("rounded", default=())
+"""Identities of the equations whose results are rounded to their own dtype."""
 
 
 class NotWide(Exception):  # noqa: N818 (an answer, not an error)
@@ -83,14 +86,23 @@ class Program:
         """
 
         def run(consts: Arrays, arrays: Arrays, vector: Any) -> list[Any]:
-            token = DIVISORS.set(lambda operation: 1 if (i := index(operation)) is None else vector[i])
-            try:
+            def factor(operation: Any) -> Any:
+                return 1 if (i := index(operation)) is None else vector[i]
+
+            with _set(DIVISORS, factor):
                 return self._evaluate(consts, arrays)
-            finally:
-                DIVISORS.reset(token)
 
         compiled, arrays = sys.modules["jax"].jit(run), self._arrays(leaves)
         return [self._tree(compiled(self.jaxpr.consts, arrays, np.array(vector))) for vector in factors]
+
+    def rounded(self, leaves: Sequence[Any], equations: Sequence[Any]) -> Tree:
+        """Runs the program in float64, but rounds the results of these equations to their own dtype."""
+
+        def run(consts: Arrays, arrays: Arrays) -> list[Any]:
+            with _set(ROUNDED, set(map(id, equations))):
+                return self._evaluate(consts, arrays)
+
+        return self._tree(sys.modules["jax"].jit(run)(self.jaxpr.consts, self._arrays(leaves)))
 
     def _arrays(self, leaves: Sequence[Any]) -> list[Any]:
         return [leaves[i] for i in self._inputs]
@@ -110,6 +122,15 @@ class Program:
 
 
 @contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Generator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def wide() -> Generator[None]:
     """Enables 64-bit types and standard dtype promotion in JAX, if it is imported."""
     jax = sys.modules.get("jax")
@@ -123,12 +144,17 @@ def operations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a program, each followed by those of its inner programs."""
     for operation in jaxpr.eqns:
         yield operation
-        for value in operation.params.values():
-            values: list[Any] = [*value] if issubclass(type(value), (tuple, list)) else [value]
-            for inner in values:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from operations(inner)
+        for program in inner(operation):
+            yield from operations(program)
+
+
+def inner(operation: Any) -> Iterator[Any]:
+    """Yields the inner programs of an equation."""
+    for value in operation.params.values():
+        for program in [*value] if issubclass(type(value), (tuple, list)) else [value]:
+            program = getattr(program, "jaxpr", program)
+            if hasattr(program, "eqns"):
+                yield program
 
 
 class Origin(IntEnum):
@@ -168,6 +194,8 @@ def _evaluate(
                 drawn = rule is _bind and origin is Origin.DRAWN and bool(operation.outvars)
                 results = (_bind_native if drawn else rule)(operation, operands)
                 result_origins = [origin if rule in _OF_VALUES else Origin.COMPUTED] * len(results)
+        if id(operation) in ROUNDED.get():
+            results = [_rounded(x, v.aval.dtype) for v, x in zip(operation.outvars, results, strict=True)]
         known.update(zip(operation.outvars, zip(results, result_origins, strict=True), strict=True))
     outputs = [read(x) for x in jaxpr.outvars]
     return [x for x, _ in outputs], [x for _, x in outputs]
@@ -323,6 +351,11 @@ def _wide(dtype: Any) -> Any:
 
 def _is_narrow(dtype: Any) -> bool:
     return _wide(dtype) != dtype
+
+
+def _rounded(x: Any, dtype: Any) -> Any:
+    """Rounds to a narrower dtype; XLA removes pairs of casts, and compiles lax.reduce_precision slowly."""
+    return sys.modules["jax"].lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
 def _widened(x: Any) -> Any:

@@ -259,10 +259,8 @@ class Subject:
             self._programs[key] = function, program  # a reference to the function keeps its id unique
         return self._programs[key][1]
 
-    def scaled(
-        self, split: Split, index: Callable[[Any], int | None], factors: Sequence[Sequence[float]]
-    ) -> list[Result]:
-        """Returns the float64 results with divisors multiplied by factors, see `Retyped.scaled`."""
+    def evaluated(self, split: Split, evaluate: Callable[[Program, Sequence[Any]], list[Tree]]) -> list[Result]:
+        """Returns the results of ``evaluate(program, arguments)`` for a division's program and float64 arguments."""
         leaves, params = flattened(self.batch)[0], self._params
         program = self.program(self.step(split), self.batch)
         if program is None or program.problem:
@@ -270,7 +268,7 @@ class Subject:
         with wide_types():
             arguments = [copied(x, True, None) for x in [*params, *leaves]]
             before = [array_of(x) for x in arguments[: len(params)] if is_float(x)]
-            return [self._result(x, before) for x in program.scaled(arguments, index, factors)]
+            return [self._result(x, before) for x in evaluate(program, arguments)]
 
     def read(self, value: Tree) -> Result:
         """Converts a reference result that the user passed."""

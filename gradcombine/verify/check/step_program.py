@@ -3,7 +3,7 @@
 A mean of means is a division by the number of microbatches, or of parts on all devices, which changes with this number;
 or an update of `optax.MultiSteps`, which divides by its counter. The divisor of a term of the loss is found by
 multiplying each divisor in turn by a factor and observing the term. A narrow accumulator is an addition in a narrow
-dtype to a value that a scan carries. A line is named only if exactly one can be meant.
+dtype after the last product. A line is named only if exactly one can be meant.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import flat, is_float_dtype
-from gradcombine.verify.check.retyping import DRAWS, operations
+from gradcombine.verify.check.retyping import DRAWS, inner, operations
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
@@ -95,6 +95,69 @@ def _unit(dtypes: Any) -> float | None:
     return max((rounding_unit(x) for x in floats if x.kind in "fcV"), default=None)
 
 
+# --- additions in a narrow dtype ---
+
+SUMS = "add", "add_any", "sub", "psum", "psum_invariant", "reduce_scatter"
+ELEMENTWISE = (
+    *(*SUMS, "neg", "mul", "div", "select_n", "convert_element_type", "copy", "optimization_barrier"),
+    *("reshape", "squeeze", "expand_dims", "transpose", "pvary", "broadcast_in_dim"),
+)
+"""Operations between the last products of a step and its result."""
+
+
+def narrow_sums(subject: Subject, split: Split) -> tuple[list[Any], list[Any]]:
+    """Returns the additions in dtypes narrower than float32 that only elementwise operations follow, and their terms.
+
+    The terms are the other operations with narrow results at the end of a step, such as products and casts.
+    """
+    traced, found = subject.program(subject.step(split), subject.batch), list[Any]()
+    if traced is not None:
+        jaxpr = traced.jaxpr.jaxpr
+        _follow(jaxpr, range(len(jaxpr.outvars)), found)
+    narrow = [x for x in found if all(_is_narrow(variable.aval.dtype) for variable in x.outvars)]
+    return [x for x in narrow if x.primitive.name in SUMS], [x for x in narrow if x.primitive.name not in SUMS]
+
+
+def _follow(jaxpr: Any, outputs: Iterable[int], found: list[Any]) -> set[int]:
+    """Adds the operations that end in some outputs to ``found``, back to the last ones that are not elementwise.
+
+    Returns:
+      The indices of the inputs that it reaches.
+    """
+    reached = {id(jaxpr.outvars[i]) for i in outputs}
+    for x in reversed(jaxpr.eqns):
+        results = [i for i, variable in enumerate(x.outvars) if id(variable) in reached]
+        if not results:
+            continue
+        inputs, inner_programs = set[int](), [*inner(x)]
+        if not inner_programs:
+            found.append(x)
+        if x.primitive.name in ELEMENTWISE:
+            inputs = {i for i, y in enumerate(x.invars) if y.aval.size == x.outvars[0].aval.size}
+        elif x.primitive.name in ("scan", "while", "cond"):
+            for body, first, carried in _bodies(x):
+                inside = _follow(body, [i for i in results if i < carried], found)
+                inputs |= {first + i for i in inside if first + i < len(x.invars)}
+        else:
+            for body in inner_programs:
+                if (len(body.invars), len(body.outvars)) == (len(x.invars), len(x.outvars)):
+                    inputs |= _follow(body, results, found)
+        reached |= {id(x.invars[i]) for i in inputs}
+    return {i for i, variable in enumerate(jaxpr.invars) if id(variable) in reached}
+
+
+def _bodies(x: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yields a control flow operation's bodies, the index of their first argument, and how many results they carry."""
+    params = x.params
+    if x.primitive.name == "scan":
+        yield params["jaxpr"].jaxpr, 0, params["num_carry"]
+    elif x.primitive.name == "while":
+        yield params["body_jaxpr"].jaxpr, params["cond_nconsts"], len(x.outvars)
+    else:
+        for branch in params["branches"]:
+            yield branch.jaxpr, 1, len(x.outvars)
+
+
 # --- epsilons ---
 
 SMALL = 1e-2
@@ -140,7 +203,8 @@ def line_of(cause: Cause, detail: str, subject: Subject, split: Split) -> str:
     if cause is Cause.MEAN_OF_MEANS or (cause is Cause.SCALED and BY_NUMBER in detail):
         lines = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
-        lines = set(_narrow_sums(equations(subject, split), shapes))
+        written = [x for x in narrow_sums(subject, split)[0] if x.primitive.name == "add"]  # add_any is of derivatives
+        lines = {line for x in written for line in _users_line(x)}
     return format_line(*lines.pop()) if len(lines) == 1 else ""
 
 
@@ -153,9 +217,13 @@ def dividing(subject: Subject, split: Split, terms: Sequence[Sequence[np.ndarray
     computed = {line for x in divisions if not hasattr(x.invars[1], "val") for line in _users_line(x)}
     lines = [*dict.fromkeys(line for x in divisions for line in _users_line(x))]
     indices = {line: i for i, line in enumerate(lines)}
+
+    def of_line(operation: Any) -> int | None:
+        return indices.get(next(_users_line(operation), ("", 0)))
+
     factors = np.ones((1 + len(lines), len(lines))) + STEP * np.eye(1 + len(lines), len(lines), -1)
     try:
-        results = subject.scaled(split, lambda x: indices.get(next(_users_line(x), ("", 0))), factors.tolist())
+        results = subject.evaluated(split, lambda program, leaves: program.scaled(leaves, of_line, factors.tolist()))
     except (NotWide, NotFiniteError):
         return ""
     base, *scaled = [flat(x.floats) for x in results]
@@ -232,17 +300,6 @@ def _divisions(program: Sequence[Any], split: Split, shapes: set[tuple[int, ...]
             if not np.isfinite(number := float(value)) or number == 0:
                 continue
             if any(np.isclose(number if x.primitive.name == "div" else 1 / number, n, rtol=1e-2) for n in numbers):
-                yield from _users_line(x)
-
-
-def _narrow_sums(program: Sequence[Any], shapes: set[tuple[int, ...]]) -> Iterator[Line]:
-    for scan in (x for x in program if x.primitive.name == "scan"):
-        body, first = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
-        carried = set(map(id, body.invars[first : first + scan.params["num_carry"]]))
-        for x in body.eqns:
-            result = x.outvars[0].aval
-            adds = x.primitive.name in ("add", "add_any") and carried & set(map(id, x.invars))
-            if adds and result.shape in shapes and _is_narrow(result.dtype):
                 yield from _users_line(x)
 
 

@@ -80,6 +80,7 @@ DEFECTS: dict[str, tuple[Callable[[int], Any], Any, dict[str, Any], Cause]] = {
         jitted(lambda w, b, k: (first_half(w, b, k), jnp.float32(1e15))), BATCH, {}, Cause.LOST,
     ),
     "narrow products and many narrow additions": (narrow_sum, MANY, {"microbatches": (512,)}, Cause.PRECISION),
+    "narrow products and few narrow additions": (narrow_sum, BATCH, {}, Cause.PRECISION),
     "narrow products and underflow": (
         partial(narrow_sum, scale=1e-9, dtype=jnp.float16), BATCH, {}, Cause.PRECISION,
     ),
@@ -138,6 +139,58 @@ def test_the_rounding_of_each_dtype_is_not_accused(name: str) -> None:
     make, options = RIGHT[name]
     report = checked(make, BATCH, **options)
     assert report.passes, str(report)
+
+
+# --- accumulators beside narrow products ---
+
+
+def added_by(how: str, add: Callable[[Any, Any], Any], start: Any, gradient: Callable[[Any], Any], parts: Any) -> Any:
+    def nth(i: Any) -> Any:
+        return parts[i]
+
+    if how == "scan":
+        return jax.lax.scan(lambda total, part: (add(total, gradient(part)), None), start, parts)[0]
+    if how == "fori_loop":
+        return jax.lax.fori_loop(0, len(parts), lambda i, total: add(total, gradient(nth(i))), start)
+    for i in range(len(parts)):
+        if how == "cond":
+            start = jax.lax.cond(nth(i).any(), lambda x, i=i: add(x, gradient(nth(i))), lambda x: x, start)
+        else:
+            start = add(start, gradient(nth(i)))
+    return start
+
+
+def shared(p: Any, x: Any) -> Any:
+    """The loss of narrow products that share a weight, whose gradients JAX adds in the narrow dtype."""
+    narrow = jax.tree.map(lambda a: a.astype(NARROW), p)
+    y = jnp.tanh(x.astype(NARROW) @ narrow["shared"]) @ narrow["own"]
+    return ((y @ narrow["shared"].T).astype(jnp.float32) ** 2).sum()
+
+
+@pytest.mark.sampled
+@pytest.mark.needs("jax")
+@pytest.mark.usefixtures("as_users_do")
+@pytest.mark.parametrize("how", ["scan", "loop", "fori_loop", "cond"])
+@pytest.mark.parametrize("of_narrow", [True, False], ids=["narrow gradients", "float32 gradients"])
+def test_a_narrow_accumulator_is_found_beside_narrow_products(how: str, of_narrow: bool) -> None:
+    params = {"shared": RNG.normal(size=(5, 6)).astype(np.float32), "own": RNG.normal(size=(6, 6)).astype(np.float32)}
+
+    def make(k: int, dtype: Any) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            def gradient(part: Any) -> Any:
+                return jax.grad(shared)(jax.tree.map(lambda a: a.astype(NARROW), p) if of_narrow else p, part)
+
+            def add(total: Any, grads: Any) -> Any:
+                return jax.tree.map(lambda a, b: a + b.astype(dtype), total, grads)
+
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), p)
+            total = added_by(how, add, zeros, gradient, batch.reshape(k, -1, 5))
+            return jax.tree.map(lambda a: a.astype(jnp.float32) / 8, total)
+
+        return jax.jit(step)
+
+    causes = [checked(partial(make, dtype=x), jnp.asarray(X), params).cause for x in (jnp.float32, NARROW)]
+    assert causes == [None, Cause.PRECISION]
 
 
 # --- in NumPy ---
