@@ -230,12 +230,12 @@ def at_optimizer(standard: Standard, case: Case, terms: bool) -> Iterator[Predic
 def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause, str, str] | None:
     """Explains a difference of gradients that the optimizer hides, so that results are equal.
 
-    Returns None if there is no difference, or one that may be intended, such as a loss scale.
+    Returns None if there is no difference, or a factor by which the optimizer may divide again.
     """
     answer: tuple[Cause, str, str] | None = None
-    for inner in hidden_by_update(standard, split):
+    for inner, may_rescale in hidden_by_update(standard, split):
         native, (cause, detail, line) = _explain_inner(inner, split, terms)
-        if cause in CERTAIN:
+        if cause in CERTAIN or (cause in (Cause.SUM, Cause.SCALED) and not may_rescale):
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
         if not _is_scaled(flat(inner.best.floats), flat(native.floats)):
             text = "a difference of the gradients that reach the optimizer, which hides it in this step"
@@ -251,7 +251,7 @@ def _explain_inner(inner: Standard, split: Split, terms: Terms | None) -> tuple[
 
 
 CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, Cause.DENOMINATOR)
-"""Causes that predict a gradient to the last digit, so they are not confused with a loss scale."""
+"""Causes that predict a gradient to the last digit, and are no factor by which the optimizer may divide."""
 
 
 def _is_scaled(one: np.ndarray, divided: np.ndarray) -> bool:

@@ -59,8 +59,11 @@ HIDDEN = 1e-3
 float64 at least 16 units of rounding."""
 
 
-def hidden_by_update(standard: Standard, split: Split) -> Iterator[Standard]:
-    """Yields the step up to gradients at the optimizer that differ by more than `HIDDEN`, for the earliest cuts."""
+def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standard, bool]]:
+    """Yields the step up to gradients at the optimizer that differ by more than `HIDDEN`, for the earliest cuts.
+
+    Each comes with whether the optimizer may begin with a division of the gradients by a computed number.
+    """
     subject = standard.subject
     # In a narrow dtype, rounding would look like a difference.
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
@@ -87,7 +90,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[Standard]:
             inner = Standard(_up_to(subject, length), standard.unit)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
             return
-        yield inner
+        yield inner, any(divided.may_rescale(i, length) for i in divided.inputs(length))
 
 
 def _far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[float], threshold: float) -> bool:
@@ -176,6 +179,17 @@ class Recorded:
         used = (i for start in starts for indices in self.dependencies[start:] for i in indices or () if i < start)
         return tuple(dict.fromkeys(used))
 
+    def may_rescale(self, index: int, length: int) -> bool:
+        """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
+        while True:
+            users = [j for j, x in enumerate(self.dependencies) if index in (x or ())]
+            users = [j for j in users if j >= len(self.operations) - length]
+            if len(users) != 1:
+                return False
+            name, _, constants = self.operations[index := users[0]]
+            if name not in UNSCALED:
+                return name in ("scan", "while", "cond", "shard_map") or (name in ("div", "mul") and not constants)
+
     def shapes(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.operations[i][1] for i in indices]
 
@@ -223,6 +237,8 @@ class Recorded:
         self.dependencies.append(indices)
         return Tracked(visit(x), (len(self.operations) - 1,))
 
+
+UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
 
 Dependencies: TypeAlias = tuple[int, ...] | None
 """Indices of the recorded values that a value is computed from; None if it does not depend on examples."""

@@ -275,6 +275,32 @@ def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
     assert weighted or "hides it" in report.faults[0].detail
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("tx", [optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1)), optax.adam(1e-2)])
+@pytest.mark.parametrize("divided", ["never", "by a constant", "by a count"])
+def test_a_sum_whose_scale_an_optimizer_hides(divided: str, tx: optax.GradientTransformation) -> None:
+    even = BATCH | {"mask": np.ones_like(BATCH["mask"])}
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            def add(total: Any, part: Any) -> Any:
+                return (jax.tree.map(jnp.add, total[0], jax.grad(loss)(params, part)), total[1] + 1), None
+
+            start = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
+            (grads, count), _ = jax.lax.scan(add, start, parts(batch, k))
+            divisor = {"never": 1, "by a constant": k, "by a count": count}[divided]
+            grads = jax.tree.map(lambda x: x / divisor, grads)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, _ = tx.update(grads, tx.init(params), params)
+            return optax.apply_updates(params, updates)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, even, returns="params")
+    assert [x.cause for x in report.faults] == ([Cause.SUM] if divided == "never" else []), str(report)
+    assert divided != "never" or "hides it" in report.faults[0].detail
+
+
 def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
     """Perturbing the mask to measure rounding noise would flip it, and the noise would be as large as the result."""
 
