@@ -225,11 +225,11 @@ def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
 
 
 def require_alike(expected: Tree, received: Tree) -> None:
-    """Raises unless ``received`` has the structure, shapes and dtypes of ``expected``, and arrays as leaves."""
+    """Raises unless ``received`` has the structure, shapes, dtypes and missing leaves of ``expected``."""
     leaves, structure = flatten(expected)
     for i, (x, y) in enumerate(zip(leaves, flatten_as(structure, received), strict=True)):
-        if not is_array_of(y, dtype_of(x), shape_of(x)):
-            raise invalid(in_words(x), in_words(y), structure.path(i))
+        if y is not None if x is None else not is_array_of(y, dtype_of(x), shape_of(x)):
+            raise invalid("no array" if x is None else in_words(x), in_words(y), structure.path(i))
 
 
 def difference(expected: Structure, received: Structure, path: str = "") -> GradCombineError:

@@ -9,14 +9,18 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
+from gradcombine.errors import invalid
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
+from gradcombine.reductions.feedback import residuals
 from gradcombine.types import Array, BinaryCounter, Leaf, State
 
 
 def empty(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
     """A counter without contributions, of ``depth`` levels; ``state`` is an empty state of the reduction."""
+    if residuals(state):
+        raise invalid("order 'sequential' for residuals", "tree")
     backend = resolve(tree.flatten(state)[0])
     return of_levels(reduction, [state] * depth, backend.full((), 0, INT32))
 

@@ -161,7 +161,31 @@ def test_a_residual_is_saved(tmp_path: Path) -> None:
         statefile.load(path, gc.reductions.fed_back(gc.reductions.sum(wire=WIRES["4 bits"])), like)
 
 
+KEPT = {
+    "a missing leaf": ("bfloat16", {"w": np.full(SHAPE, 3, np.float32), "none": None}),
+    "a wide leaf": ("8 bits", {"w": np.full(SHAPE, 3, np.float32), "bias": np.ones(3, np.float32)}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_state_without_a_residual_for_each_leaf_is_saved_and_resized(name: str, suffix: str, tmp_path: Path) -> None:
+    wire, x = KEPT[name]
+    reduction, path = FED[wire], tmp_path / f"window.{suffix}"
+    acc = gc.accumulate(reduction, every=2)
+    state = acc.update(x, acc.init(x))
+    assert any(x is None for x in state.levels[0].residual.values())
+    gc.check_state(reduction, state)
+    statefile.save(path, reduction, state)
+    first, second = statefile.resize(reduction, [statefile.load(path, reduction, x)], 2)
+    np.testing.assert_array_equal(acc.value(first)["w"], x["w"])
+    np.testing.assert_array_equal(acc.value(second)["w"], np.zeros(SHAPE, np.float32))
+
+
 BAD: dict[str, Callable[[], Any]] = {
+    "a window in the canonical order": lambda: gc.accumulate(FED["8 bits"], every=2, order="tree").init(
+        np.ones(SHAPE, np.float32)
+    ),
     "no wire": lambda: gc.reductions.fed_back(gc.reductions.sum()),
     "a product": lambda: gc.reductions.fed_back(gc.reductions.product(wire=WIRES["8 bits"])),
     "stochastic rounding": lambda: gc.reductions.fed_back(

@@ -176,7 +176,8 @@ class Accumulate(Wrapper):
         """Adds one microbatch; the last one of a window runs the inner optimizer.
 
         Args:
-          grads: one gradient per variable, of its shape and dtype, or None.
+          grads: one gradient per variable, of its shape and dtype, or None, which adds nothing. As in Keras, a variable
+            without any gradient in a window is not updated.
           trainable_variables: variables that the optimizer was built with, all or some; None: all. Builds the optimizer
             if necessary.
           weight: weight of the microbatch on this replica, for instance its number of tokens: a finite, nonnegative

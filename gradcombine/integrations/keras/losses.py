@@ -49,12 +49,16 @@ def require_weighable(model: Any, reduction: str) -> None:
 
     Raises:
       GradCombineError: for a mixture of means and sums, also of sums and weight penalties; for sums if the window is a
-        mean, which would multiply a sum by a number of examples; for means over the labels that are not ignored.
+        mean, which would multiply a sum by a number of examples; for means over the labels that are not ignored, or
+        over the steps that are not masked.
     """
     losses, reductions = _losses(model), _reductions(model)
+    expected = "an override of microbatch_weight that counts the labels (WeightedTrainStep), for means over labels"
     if any(getattr(loss, "ignore_class", None) is not None and loss.reduction in _MEANS for loss in losses):
-        expected = "an override of microbatch_weight that counts the labels (WeightedTrainStep), for means over labels"
         raise invalid(expected, "a loss with ignore_class", "loss")
+    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
+    if reductions.intersection(_MEANS) and any(getattr(x, "_keras_mask", None) is not None for x in outputs):
+        raise invalid(expected, "a model whose output has a mask", "loss")
     summed = reductions.difference(_MEANS)
     if not summed:
         return

@@ -35,13 +35,12 @@ class JaxWindow(KerasWindow):
         full = self.rules.is_full(after)
         present = [gradient is not None for gradient in gradients]
         self.load([after], self.marked(present, full, after.index))
-        self._seen |= {i for i, is_present in enumerate(present) if is_present}
-        self._apply_if(full, after)
+        self._apply_if(full, after, {i for i, is_present in enumerate(present) if is_present})
 
     def flush(self) -> Array:
         state = self._read()
         partial = self.rules.is_partial(state)
-        self._apply_if(partial, state)
+        self._apply_if(partial, state, set())
         self.touched.assign(self.marked([False] * len(self._targets), partial, state.index))
         return partial
 
@@ -82,12 +81,12 @@ class JaxWindow(KerasWindow):
         state = tree.unflatten(self.structure, [x.value for x in self.leaves])
         return self.resumed(state, self.touched.value)
 
-    def _apply_if(self, condition: Scalar, window: AccumulateState) -> None:
+    def _apply_if(self, condition: Scalar, window: AccumulateState, present: set[int]) -> None:
+        """Ends the window if the condition holds; ``present`` are the variables known to have a gradient in it."""
         variables = [*self._targets, *self._optimizer.variables]
         count, positions = len(self._targets), {id(x): i for i, x in enumerate(variables)}
-        unseen = sorted(set(range(count)) - self._seen)
-        # Variables unseen in this trace may have had gradients in another one. The last element is the window's.
-        touched = self.touched.value[:-1] > 0
+        unseen = sorted(set(range(count)) - present)
+        touched = self.touched_in(window.index)  # in other traces
         any_touched = touched[np.array(unseen, np.int32)].any()
 
         def apply(values: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
@@ -112,7 +111,7 @@ class JaxWindow(KerasWindow):
 
             values, _ = run_if(any_touched, run_masked, values)
             without = [None if i in unseen else x for i, x in enumerate(gradients)]
-            return run_if(~any_touched, partial(run, without), values) if self._seen else (values, ())
+            return run_if(~any_touched, partial(run, without), values) if present else (values, ())
 
         _, after, _ = self.rules.apply_if(condition, window, apply, [x.value for x in variables], run_if)
         for variable, value in zip(variables, after, strict=True):

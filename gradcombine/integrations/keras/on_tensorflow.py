@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -57,8 +57,7 @@ class TensorflowWindow(KerasWindow):
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
         self._mark(present, full, pending.after.index)
-        self._seen |= {i for i, is_present in enumerate(present) if is_present}
-        _in_cross_replica(self._apply_if, full)
+        self._apply_if(full, [i for i, is_present in enumerate(present) if is_present])
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Array:
@@ -107,7 +106,7 @@ class TensorflowWindow(KerasWindow):
     def _flush(self) -> Array:
         state = self._windows.unread()
         partial = self.rules.is_partial(state)
-        _in_cross_replica(self._apply_if, partial)
+        self._apply_if(partial, [])
         self._mark([False] * len(self._targets), partial, state.index)
         return partial
 
@@ -118,33 +117,33 @@ class TensorflowWindow(KerasWindow):
         with self._strategy.scope():
             return self._strategy.experimental_local_results(self._strategy.run(self._flush))[0]
 
-    @tf.autograph.experimental.do_not_convert
-    def _apply_if(self, strategy: tf.distribute.Strategy, condition: Scalar) -> None:
-        # All replicas take the same branch: the length of a window depends on its index only.
-        seen = sorted(self._seen)
+    def _apply_if(self, condition: Scalar, present: Sequence[int]) -> None:
+        """Ends the window if the condition holds; ``present`` are the variables known to have a gradient in it."""
 
-        def apply() -> None:
-            combined = self.parts.join(strategy.run(self._windows.value))
-            if len(seen) == len(self._targets):
-                self._update.run(combined, seen)
-                return
-            # Variables unseen in this trace may have had gradients in another trace or process, on any replica.
-            counts = strategy.reduce("sum", strategy.run(self._marks), axis=None)
-            is_seen = tf.constant([i in self._seen for i in range(len(self._targets))])
-            self._update.run_where(is_seen | (counts > 0), combined, seen)
+        @tf.autograph.experimental.do_not_convert
+        def in_cross_replica(strategy: tf.distribute.Strategy, condition: Scalar) -> None:
+            # All replicas take the same branch: the length of a window depends on its index only.
+            tf.cond(strategy.experimental_local_results(condition)[0], lambda: self._apply(present), lambda: None)
 
-        tf.cond(strategy.experimental_local_results(condition)[0], apply, lambda: None)
+        context: Any = tf.distribute.get_replica_context()
+        context.merge_call(in_cross_replica, args=(condition,))
+
+    def _apply(self, present: Sequence[int]) -> None:
+        strategy, count = self._strategy, len(self._targets)
+        combined = self.parts.join(strategy.run(self._windows.value))
+        if len(present) == count:
+            self._update.run(combined, present)
+            return
+        # Other variables may have had gradients in another trace or process, on any replica.
+        counts = strategy.reduce("sum", strategy.run(self._marks), axis=None)
+        is_present = tf.constant([i in present for i in range(count)])
+        self._update.run_where(is_present | (counts > 0), combined, present)
 
     def _marks(self) -> Array:
-        return tf.cast(self.touched.value[:-1] > 0, tf.int32)
+        return tf.cast(self.touched_in(self.leaves[-1].value), tf.int32)
 
     def _unscaled(self, gradient: Leaf, target: Any) -> Array:
         """Undoes Keras' division of this replica's loss by the number of replicas."""
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
-
-
-def _in_cross_replica(function: Callable[..., None], *args: Any) -> None:
-    context: Any = tf.distribute.get_replica_context()
-    context.merge_call(function, args=args)

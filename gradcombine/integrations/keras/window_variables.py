@@ -53,7 +53,6 @@ class KerasWindow(ABC):
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any], description: str) -> None:
         self.rules, self.parts, self.description = rules, parts, description
         self._optimizer, self._targets = optimizer, list(variables)
-        self._seen: set[int] = set()
         initial, self.structure = tree.flatten(self.empty())
         self.touched = make_variable(np.zeros(len(variables) + 1, np.int32), "touched")
         names = [_name_and_layout(path, parts, variables) for path in self.structure.paths()]
@@ -135,6 +134,10 @@ class KerasWindow(ABC):
         This is recorded in `touched`, as ``step`` of an applied window is its number of microbatches in files.
         """
         return self.rules.end(state, touched[-1] == state.index + 1)
+
+    def touched_in(self, index: Array) -> Array:
+        """Boolean vector: the variables that have had a gradient in the window of this index, in any trace."""
+        return keras.ops.equal(self.touched.value, index + 1)[:-1]
 
     def marked(self, present: Sequence[bool], applied: Scalar, index: Scalar) -> Array:
         """Returns `touched` after a microbatch with gradients for the ``present`` variables, or after a flush."""

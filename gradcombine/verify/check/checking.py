@@ -278,7 +278,7 @@ def checked(
         not_checked.append(f"differences {sizes}, which rounding hides")
     if unclear:
         not_checked.append(unclear)
-    if not standard.gradient_examined and (hides := standard.uninformative):
+    if hides := standard.uninformative:
         not_checked.append(hides)
     if not faults and (difference := step_program.other_constants(subject, splits[-1])):
         not_checked.append(difference)

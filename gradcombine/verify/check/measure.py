@@ -74,7 +74,10 @@ class Measured:
       roundoffs: the unit roundoff of each leaf, which may have a narrower dtype.
       draws: whether the step may draw random numbers.
       noise: the measured rounding noise of each leaf.
+      gradient_examined: whether the gradient that reaches an optimizer has been examined.
     """
+
+    gradient_examined = False
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         self.subject, self.examples = subject, subject.examples
@@ -245,7 +248,7 @@ class Measured:
         if not any(np.any(x) for x in self.best.floats):
             return "a result that is 0"
         # In PyTorch, the results include the gradients that reach optimizers.
-        if not self.subject.returns_params or self.subject.framework == "torch":
+        if not self.subject.returns_params or self.subject.framework == "torch" or self.gradient_examined:
             return ""
         changes = np.abs(flat(self.best.floats[: len(self.subject.param_leaves)]))
         changes = changes[changes > 0]

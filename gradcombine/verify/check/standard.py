@@ -25,13 +25,7 @@ CERTAIN = 1e3
 
 
 class Standard(Measured):
-    """The measured results of a step, and the weights of its examples in them.
-
-    Attributes:
-      gradient_examined: whether the gradient that reaches an optimizer has been examined.
-    """
-
-    gradient_examined = False
+    """The measured results of a step, and the weights of its examples in them."""
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         super().__init__(subject, unit)

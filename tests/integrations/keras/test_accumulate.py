@@ -155,6 +155,28 @@ def test_a_variable_without_any_gradient_is_left_alone(mode: str) -> None:
     assert used.numpy().max() < 1 and unused.numpy().tolist() == [1.0] * 5
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("flushed", [False, True])
+def test_momentum_moves_no_variable_without_a_gradient_in_the_window(mode: str, flushed: bool) -> None:
+    """As in Keras, whose optimizers skip such variables: for example those of a layer that is frozen now."""
+    used, frozen = matrix_and_vector()
+    optimizer = Accumulate(keras.optimizers.SGD(1.0, momentum=0.5), 3 if flushed else 2)
+    step = stepper(optimizer, [used, frozen], mode)
+
+    def window(*given: Any) -> tuple[list[float], bool]:
+        before = used.numpy()
+        for present in given:
+            step([np.ones((2, 3)), np.ones(5) if present else None])
+        assert bool(optimizer.flush()) is flushed
+        return frozen.numpy().tolist(), bool((used.numpy() != before).all())
+
+    assert window(True, True) == ([0.0] * 5, True)
+    assert window(False, False) == ([0.0] * 5, True)
+    # The mean of 1 and nothing is 0.5, and the velocity that of the first window, -1.
+    assert window(True, False) == ([-1.0] * 5, True)
+    assert window(False, True) == ([-2.0] * 5, True)
+
+
 def test_a_microbatch_of_weight_0_and_an_earlier_window_reach_nothing(mode: str) -> None:
     variables, given = matrix_and_vector(), microbatches(5, 4)
     poison = [np.full_like(x, np.nan) for x in given[0]]

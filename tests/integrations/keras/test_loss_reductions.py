@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -123,6 +124,19 @@ def test_a_mean_over_labels_that_are_not_ignored_is_refused(model: type) -> None
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=-1)
     with pytest.raises(GradCombineError, match="an override of microbatch_weight that counts the labels"):
         change(loss, "mean", model, {})
+
+
+@pytest.mark.parametrize("reaches_outputs", [True, False])
+def test_a_mean_over_steps_that_are_not_masked_is_refused(reaches_outputs: bool) -> None:
+    x = keras.Input((3, 2))
+    masked = keras.layers.Masking()(x)
+    layer = keras.layers.TimeDistributed(keras.layers.Dense(1)) if reaches_outputs else keras.layers.SimpleRNN(1)
+    model = Plain(x, layer(masked))
+    model.compile(Accumulate(keras.optimizers.SGD(1.0), EVERY), "mse")
+    steps, y = np.ones((ROWS, 3, 2), np.float32), np.ones((ROWS, 3, 1) if reaches_outputs else (ROWS, 1), np.float32)
+    expected = pytest.raises(GradCombineError, match="received a model whose output has a mask")
+    with expected if reaches_outputs else nullcontext():
+        model.fit(steps, y, batch_size=BATCH, verbose=0, callbacks=[FlushAtEpochEnd()])
 
 
 def test_the_labels_count_where_the_first_input_has_other_rows() -> None:
