@@ -137,7 +137,8 @@ class KerasWindow(ABC):
 
     def touched_in(self, index: Array) -> Array:
         """Boolean vector: the variables that have had a gradient in the window of this index, in any trace."""
-        return keras.ops.equal(self.touched.value, index + 1)[:-1]
+        touched: Any = self.touched.value
+        return touched[:-1] == index + 1
 
     def marked(self, present: Sequence[bool], applied: Scalar, index: Scalar) -> Array:
         """Returns `touched` after a microbatch with gradients for the ``present`` variables, or after a flush."""
