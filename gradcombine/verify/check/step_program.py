@@ -133,7 +133,8 @@ def _follow(jaxpr: Any, outputs: Iterable[int], found: list[Any]) -> set[int]:
         if not inner_programs:
             found.append(x)
         if x.primitive.name in ELEMENTWISE:
-            inputs = {i for i, y in enumerate(x.invars) if y.aval.size == x.outvars[0].aval.size}
+            sizes = {y.aval.size for y in x.outvars}
+            inputs = {i for i, y in enumerate(x.invars) if y.aval.size in sizes}
         elif x.primitive.name in ("scan", "while", "cond"):
             for body, first, carried in _bodies(x):
                 inside = _follow(body, [i for i in results if i < carried], found)
@@ -304,7 +305,8 @@ def _divisions(program: Sequence[Any], split: Split, shapes: set[tuple[int, ...]
 
 
 def _is_narrow(dtype: Any) -> bool:
-    return is_float_dtype(dtype) and rounding_unit(np.dtype(dtype)) > rounding_unit(np.dtype(np.float32))
+    is_float = type(dtype).__module__.startswith("numpy") and is_float_dtype(dtype)  # not that of a random key
+    return is_float and rounding_unit(np.dtype(dtype)) > rounding_unit(np.dtype(np.float32))
 
 
 AT = "at "
