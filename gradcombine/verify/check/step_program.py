@@ -98,10 +98,8 @@ def _unit(dtypes: Any) -> float | None:
 # --- additions in a narrow dtype ---
 
 SUMS = "add", "add_any", "sub", "psum", "psum_invariant", "reduce_scatter"
-ELEMENTWISE = (
-    *(*SUMS, "neg", "mul", "div", "select_n", "convert_element_type", "copy", "optimization_barrier"),
-    *("reshape", "squeeze", "expand_dims", "transpose", "pvary", "broadcast_in_dim"),
-)
+MOVES = "copy", "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "pvary", "optimization_barrier"
+ELEMENTWISE = *SUMS, *MOVES, "neg", "mul", "div", "select_n", "convert_element_type"
 """Operations between the last products of a step and its result."""
 
 

@@ -59,6 +59,12 @@ def test_a_missing_leaf_is_named(dumps: list[Path], tmp_path: Path) -> None:
     assert "the result's leaf v in g0.npz" in output
 
 
+def test_a_missing_file_is_named(dumps: list[Path]) -> None:
+    code, output = run(*dumps, "--result", dumps[0].with_name("nothing.npz"))
+    assert code == 2
+    assert output.startswith("explain: expected") and "nothing.npz, which does not exist" in output
+
+
 def test_what_explains_nothing_does_not_pass(tmp_path: Path) -> None:
     np.savez(tmp_path / "zeros.npz", w=np.zeros(5, np.float32))
     np.savez(tmp_path / "empty.npz")

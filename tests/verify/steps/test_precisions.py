@@ -145,18 +145,15 @@ def test_the_rounding_of_each_dtype_is_not_accused(name: str) -> None:
 
 
 def added_by(how: str, add: Callable[[Any, Any], Any], start: Any, gradient: Callable[[Any], Any], parts: Any) -> Any:
-    def nth(i: Any) -> Any:
-        return parts[i]
-
     if how == "scan":
         return jax.lax.scan(lambda total, part: (add(total, gradient(part)), None), start, parts)[0]
     if how == "fori_loop":
-        return jax.lax.fori_loop(0, len(parts), lambda i, total: add(total, gradient(nth(i))), start)
+        return jax.lax.fori_loop(0, len(parts), lambda i, total: add(total, gradient(parts[i])), start)
     for i in range(len(parts)):
         if how == "cond":
-            start = jax.lax.cond(nth(i).any(), lambda x, i=i: add(x, gradient(nth(i))), lambda x: x, start)
+            start = jax.lax.cond(parts[i].any(), lambda x, i=i: add(x, gradient(parts[i])), lambda x: x, start)
         else:
-            start = add(start, gradient(nth(i)))
+            start = add(start, gradient(parts[i]))
     return start
 
 
