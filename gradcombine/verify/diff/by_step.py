@@ -25,7 +25,7 @@ class RunReport(NamedTuple):
     Attributes:
       steps: the report of each common step, by its number.
       only_a, only_b: steps that only one run has.
-      left_out: dumps whose names contain no step.
+      left_out: dumps whose names contain no step, and files of unknown formats that are named like the dumps.
     """
 
     steps: dict[int, DiffReport]
@@ -91,8 +91,8 @@ def diff_steps(
         )
     progress("", len(common), len(common))
     only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
-    without_step = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
-    return RunReport(reports, only_a, only_b, tuple(without_step))
+    left_out = [str(path) for side in (a, b) for path in _left_out(Path(side))]
+    return RunReport(reports, only_a, only_b, tuple(left_out))
 
 
 @operation("diff")
@@ -117,6 +117,16 @@ def dumps_by_step(directory: Path) -> dict[int, Path]:
 
 def _dumps(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.iterdir()) if detect(path) is not None]
+
+
+def _left_out(directory: Path) -> list[Path]:
+    """The dumps without a step, and files such as step_4.msgpack beside step_3.npz, but not step_3.json beside it."""
+    dumps = _dumps(directory)
+    stems = {path.name.split(".")[0] for path in dumps}
+    forms = {_NUMBER.sub("#", stem) for stem in stems if _NUMBER.search(stem)}
+    others = [(path, path.name.split(".")[0]) for path in sorted(directory.iterdir()) if path not in dumps]
+    unknown = [path for path, stem in others if stem not in stems and _NUMBER.sub("#", stem) in forms]
+    return [path for path in dumps if _step(path) is None] + unknown
 
 
 def _step(path: Path) -> int | None:

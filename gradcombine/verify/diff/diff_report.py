@@ -165,7 +165,7 @@ def _of_runs(report: RunReport) -> list[Section]:
         counts = f"{len(failed)} of {len(of_step.rows)}", str(missing or "")
         lines.append(Cells((str(step), *counts, worst[4], worst[0]), of_step.passes))
     not_compared = [(f"step {step}", f"only in {side}") for side, steps in _sides(report) for step in steps]
-    not_compared += [(name, "no step in its name") for name in report.left_out]
+    not_compared += [(name, "no step in its name, or an unknown format") for name in report.left_out]
     first = [] if report.first is None else sections(report.steps[report.first])
     return [
         Section("Steps", charts=_heat_map(report), columns=_STEP_COLUMNS, rows=lines, whole=True),

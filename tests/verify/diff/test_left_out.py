@@ -213,6 +213,19 @@ def test_dumps_of_a_run_that_are_no_common_step_are_named(names: tuple[str, str]
     assert left_out == (["final.npz"] * 2 if names[0] == "final" else ((1,), (-1,)))
 
 
+def test_files_of_unknown_formats_that_are_named_like_dumps_do_not_pass(tmp_path: Path) -> None:
+    for side in "ab":
+        (tmp_path / side).mkdir()
+        np.savez(tmp_path / side / "step_0.npz", w=ONES)
+        for name in ("step_0.json", "log.txt", "events.17"):
+            (tmp_path / side / name).touch()
+    assert diff_steps(tmp_path / "a", tmp_path / "b").passes
+    (tmp_path / "b" / "step_1.msgpack").touch()
+    report = diff_steps(tmp_path / "a", tmp_path / "b")
+    assert not report.passes
+    assert report.left_out == (str(tmp_path / "b" / "step_1.msgpack"),)
+
+
 def test_data_of_hdf5_that_was_never_written_is_not_zero(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("never", (3,), "f4")
