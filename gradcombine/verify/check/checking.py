@@ -79,8 +79,9 @@ def check_step(
       microbatches, devices: numbers to divide by; all pairs are run.
       returns: ``"gradients"``: the step returns a tree of means over the examples, which may include a loss and
         metrics. ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
-        parameters is compared. If all parameters change by the same amount, as in Adam's first step, the
-        verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and compared.
+        parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
+        clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
+        compared.
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new

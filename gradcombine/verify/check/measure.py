@@ -48,12 +48,6 @@ SAMPLES = 3
 MORE = 8
 """Multiple of the error of one batch that the error of a division may have."""
 
-SAME_SIZE = 0.05
-"""Relative difference of changes of the same size; twice that part of the parameters may change otherwise."""
-
-MIN_CHANGES = 3
-"""Smallest number of changes of the same size that is not by chance."""
-
 FLOAT32_UNIT = rounding_unit(np.dtype(np.float32))
 UNIT64 = rounding_unit(np.dtype(np.float64))
 WIDE_TIMES = 64
@@ -241,21 +235,6 @@ class Measured:
                 of_float32 = [i for i in self.gradients if rounding_unit(self.native.dtypes[i]) <= FLOAT32_UNIT]
                 effect[of_float32] = self.float32_shares(rounded.floats, exact.floats)[of_float32]
         return str(sums[0].outvars[0].aval.dtype) if sums else "", effect
-
-    @property
-    def uninformative(self) -> str:
-        """Description of the differences that the result of any gradients hides; empty if there are none."""
-        if not any(np.any(x) for x in self.best.floats):
-            return "a result that is 0"
-        # In PyTorch, the results include the gradients that reach optimizers.
-        if not self.subject.returns_params or self.subject.framework == "torch" or self.gradient_examined:
-            return ""
-        changes = np.abs(flat(self.best.floats[: len(self.subject.param_leaves)]))
-        changes = changes[changes > 0]
-        near = np.abs(changes - np.median(changes)) <= SAME_SIZE * np.median(changes) if changes.size else np.zeros(0)
-        if near.size < MIN_CHANGES or np.mean(near) < 1 - 2 * SAME_SIZE:
-            return ""
-        return "the sizes of the gradients: each parameter changes by the same amount, as in Adam's first step"
 
     def accuracy(self, result: Result, reference: Floats) -> tuple[float, float]:
         """Returns the largest distance of a leaf from a reference, divided by the bound, and divided by the noise."""

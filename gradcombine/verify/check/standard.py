@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcombine.verify.check.leaves import perturbation
+from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.running import ONE_BATCH, Floats, Result, Rows, Split, Subject
 
@@ -23,6 +23,12 @@ OVERDETERMINED = 2
 CERTAIN = 1e3
 """Smallest singular value, in units of rounding, at which coefficients are determined."""
 
+SAME_SIZE = 0.05
+"""Relative difference of changes of the same size; twice that part of the parameters may change otherwise."""
+
+MIN_CHANGES = 3
+"""Smallest number of changes of the same size that is not by chance."""
+
 
 class Standard(Measured):
     """The measured results of a step, and the weights of its examples in them."""
@@ -30,6 +36,23 @@ class Standard(Measured):
     def __init__(self, subject: Subject, unit: float | None) -> None:
         super().__init__(subject, unit)
         self._elsewhere_results: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
+
+    @property
+    def uninformative(self) -> str:
+        """Description of the differences that the result of any gradients hides; empty if there are none."""
+        if not any(np.any(x) for x in self.best.floats):
+            return "a result that is 0"
+        # In PyTorch, the results include the gradients that reach optimizers.
+        if not self.subject.returns_params or self.subject.framework == "torch" or self.gradient_examined:
+            return ""
+        params = [as_floats(x) for _, x in self.subject.param_leaves]
+        changes = [x.floats[: len(params)] for x in (self.best, *self.columns) if x is not None]
+        if _have_one_size(np.stack([flat(x) for x in changes])):
+            return "the sizes of the gradients: each parameter changes by the same amount, as in Adam's first step"
+        leaves = [i for i in range(len(params)) if any(np.any(x[i]) for x in changes)]
+        if _have_one_norm(changes, params, leaves) or all(_have_one_norm(changes, params, [i]) for i in leaves):
+            return "the sizes of the gradients: all changes of the parameters have the same norm, as if it is clipped"
+        return ""
 
     def counts(self) -> Iterator[np.ndarray]:
         """Yields distinct plausible counts of the examples: equal ones, and counts and sums of the leaves' rows."""
@@ -220,3 +243,36 @@ class Standard(Measured):
 
 def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
     return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]
+
+
+def _have_one_size(changes: np.ndarray) -> bool:
+    """Whether each column has elements a - c, a and a + c alone, with one c and any a: a rate and a weight decay."""
+    differences = np.abs(changes - changes[0])
+    largest = float(differences.max(initial=0))
+    seen = differences[differences > SAME_SIZE * largest]
+    near = np.minimum(np.abs(seen - largest), np.abs(seen - largest / 2)) <= SAME_SIZE * largest
+    return seen.size >= MIN_CHANGES and np.count_nonzero(near) >= (1 - 2 * SAME_SIZE) * seen.size
+
+
+def _have_one_norm(changes: Sequence[Floats], params: Floats, leaves: Sequence[int]) -> bool:
+    """Whether all changes of these leaves have one norm, apart from weight decay, but several directions.
+
+    For a decay b of the parameters p, |c - b p| is constant if |c|^2 is linear in c p, with the slope 2 b. Matrices
+    and other leaves each have a decay.
+    """
+    rows = np.stack([flat([x[i] for i in leaves]) for x in changes])
+    if len(rows) < 2 * MIN_CHANGES or not np.any(rows != rows[0]):
+        return False
+    values = flat([params[i] for i in leaves])
+    is_matrix = np.repeat(np.array([params[i].ndim > 1 for i in leaves]), [params[i].size for i in leaves])
+    decayed = np.stack([values * is_matrix, values * ~is_matrix])
+    products, squares = rows @ decayed.T, np.square(rows).sum(axis=1)
+    matrix: np.ndarray = products - products.mean(axis=0)
+    target: np.ndarray = squares - squares.mean()
+    fitted = np.linalg.lstsq(matrix, target, rcond=None)[0]
+    spread = float(np.median(np.linalg.norm(rows - rows.mean(axis=0), axis=1)))
+    for slopes in (np.zeros(2), fitted):
+        norms = np.linalg.norm(rows - slopes / 2 @ decayed, axis=1)
+        if np.all(np.abs(norms - np.median(norms)) <= SAME_SIZE * spread):
+            return True
+    return False
