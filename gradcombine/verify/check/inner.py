@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -36,7 +37,7 @@ def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
         yield from import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
         return
     try:
-        one, divided = (Recorded(subject, split) for split in (ONE_BATCH, case.split))
+        one, divided = (_recorded(standard, split) for split in (ONE_BATCH, case.split))
         values, divided_values = (subject.floats_of(x.values(), subject.batch, case.wide) for x in (one, divided))
     except Exception:  # the step cannot be traced, or not run like this
         return
@@ -68,7 +69,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     # In a narrow dtype, rounding would look like a difference.
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
     try:
-        one, divided = (Recorded(subject, x) for x in (ONE_BATCH, split))
+        one, divided = (_recorded(standard, x) for x in (ONE_BATCH, split))
         lengths = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
         indices, divided_indices = (x.inputs(*lengths) for x in (one, divided))
         functions = [x.values(*lengths) for x in (one, divided)]
@@ -124,10 +125,19 @@ def _up_to(subject: Subject, length: int) -> Subject:
     return Subject(make_step, subject.params, subject.batch, returns_params=False)
 
 
+def _recorded(standard: Standard, split: Split) -> Recorded:
+    """Returns the recorded step; that of one batch is compared with several divisions."""
+    if split not in standard.recorded:
+        standard.recorded[split] = Recorded(standard.subject, split)
+    return standard.recorded[split]
+
+
 class Recorded:
     """Records the values in the shapes of the parameters that a step computes from its examples.
 
     Attributes:
+      values: a function of lengths that returns a function of parameters and batch, which returns `inputs`, or all
+        values if there are no lengths.
       rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values replaced.
       operations: the operation, the shape and the constant operands of each value.
       dependencies: the indices of the values that each is computed from, directly.
@@ -155,11 +165,10 @@ class Recorded:
             return self._run(params, batch, replace)
 
         self.rest = jax.jit(rest)
+        self.values = lru_cache(maxsize=2)(self._values)
         jax.eval_shape(self.values(), subject.params, subject.batch)
 
-    def values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
-        """Returns a function of parameters and batch that returns `inputs`, or all values if there are no lengths."""
-
+    def _values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
         def step(params: Tree, batch: Tree) -> list[Any]:
             recorded: list[Any] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -31,10 +32,15 @@ MIN_CHANGES = 3
 
 
 class Standard(Measured):
-    """The measured results of a step, and the weights of its examples in them."""
+    """The measured results of a step, and the weights of its examples in them.
+
+    Attributes:
+      recorded: cache of the recorded programs in `inner`.
+    """
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         super().__init__(subject, unit)
+        self.recorded: dict[Split, Any] = {}
         self._elsewhere_results: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
 
     @property
