@@ -271,15 +271,16 @@ def checked(
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
     not_checked: list[str] = []
-    # Steps narrower than float32 are also compared in float64. Adam's first step has elements that rounding decides.
-    coarse = of_result > COARSE and not standard.is_narrow and not subject.returns_params
+    # Steps narrower than float32 are also compared in float64, and new parameters up to the gradients.
+    compared = standard.is_narrow or standard.gradient_examined or subject.framework == "torch"
+    coarse = COARSE < of_result < np.inf and not compared
     if any(hidden) or coarse:
         of_params = standard.hidden_fraction([as_floats(x) for _, x in subject.param_leaves])
         sizes = f"smaller than {of_result:.2g} of the result, or {of_params:.2g} of the parameters"
         not_checked.append(f"differences {sizes}, which rounding hides")
     if unclear:
         not_checked.append(unclear)
-    if hides := standard.uninformative:
+    if hides := standard.uninformative(bool(faults)):
         not_checked.append(hides)
     if not faults and (difference := step_program.other_constants(subject, splits[-1])):
         not_checked.append(difference)

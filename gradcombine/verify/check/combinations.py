@@ -255,8 +255,10 @@ def _of_microbatches(
         cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
         return cause, f"examples {_rows(lost)} are missing"
     best = standard.best.floats
-    norm = _common_norm([best, *floats, *(x.floats for x in standard.columns if x is not None)])
-    if norm is not None:
+    results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], standard.gradients
+    for some in (leaves, *([i] for i in leaves if best[i].size > 1)):
+        if (norm := _common_norm([[x[i] for i in some] for x in results])) is None:
+            continue
         return Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}"
     if weights.sum() > 1 + SAME:
         cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM

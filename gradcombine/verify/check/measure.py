@@ -285,14 +285,19 @@ class Measured:
         subject = self.subject
         if self.is_retyped(split, batch):
             return subject.run(split, batch, wide=True)
-        scales = 2.0**-44, 2.0**-24, 2.0**-6
+        scales = [2.0**-44, 2.0**-24, 2.0**-6]
         zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
         try:
             wide = subject.run(split, batch, wide=True)
+            largest = max(rms(x) for x in wide.floats)
+            rounding = 2**6 * UNIT64 * largest
+            if subject.returns_params:  # a change is the difference of parameters, which are rounded
+                size = max((rms(x) for _, x in subject.param_leaves), default=0)
+                rounding += 4 * UNIT64 * size
+                scales[0] *= min(max(over(size, largest), 1), 2.0**14)
             perturbed = [subject.run(split, batch, True, noise=perturbation(0, scale, zero)) for scale in scales]
         except NotFiniteError as error:
             raise NotWide(f"{error.path} is not finite in float64, or at slightly different parameters") from None
-        rounding = 2**6 * UNIT64 * max(rms(x) for x in wide.floats)
         for i, name in enumerate(subject.names):
             distances = [rms(x.floats[i] - wide.floats[i]) for x in perturbed]
             for j in range(len(scales) - 1):

@@ -32,7 +32,9 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
     params, difference = standard.params, [x - y for x, y in zip(case.result.floats, one, strict=True)]
     if subject.returns_params:
         new = {i: p + one[i] for i, p in params.items()}
-        if (factor := _factor(difference, new, sorted(new))) is not None:
+        # New parameters are the updates if the old ones are 0, and any two numbers are multiples.
+        differ = any(map(np.any, params.values())) and sum(map(np.count_nonzero, new.values())) > 1
+        if differ and (factor := _factor(difference, new, sorted(new))) is not None:
             floats = [x + factor * new[i] if i in new else x for i, x in enumerate(one)]
             yield Prediction(Cause.ADDED, f"{factor:.6g} times the new parameters", floats, 4, sorted(new))
     addition = [x - y for x, y in zip(divided, undivided, strict=True)]

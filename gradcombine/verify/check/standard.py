@@ -43,21 +43,34 @@ class Standard(Measured):
         self.recorded: dict[Split, Any] = {}
         self._elsewhere_results: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
 
-    @property
-    def uninformative(self) -> str:
-        """Description of the differences that the result of any gradients hides; empty if there are none."""
+    def uninformative(self, faults: bool) -> str:
+        """Description of the differences that the result of any gradients hides; empty if there are none.
+
+        Args:
+          faults: whether there are other faults, such as batch statistics, with which one example may change nothing.
+        """
         if not any(np.any(x) for x in self.best.floats):
             return "a result that is 0"
         # In PyTorch, the results include the gradients that reach optimizers.
         if not self.subject.returns_params or self.subject.framework == "torch" or self.gradient_examined:
             return ""
         params = [as_floats(x) for _, x in self.subject.param_leaves]
+        if not any(np.any(x) for x in self.best.floats[: len(params)]):
+            return "a change of the parameters that is 0"
+        means = [i for i in self.combination[1] if i < len(params)]
+        for x, weight in zip(self.columns, () if self.weights is None else self.weights, strict=False):
+            if x is not None and weight > SAME and any(_differ(x.floats[i], self.best.floats[i]) for i in means):
+                return ""  # linear in examples that differ
         changes = [x.floats[: len(params)] for x in (self.best, *self.columns) if x is not None]
         if _have_one_size(np.stack([flat(x) for x in changes])):
             return "the sizes of the gradients: each parameter changes by the same amount, as in Adam's first step"
         leaves = [i for i in range(len(params)) if any(np.any(x[i]) for x in changes)]
         if _have_one_norm(changes, params, leaves) or all(_have_one_norm(changes, params, [i]) for i in leaves):
             return "the sizes of the gradients: all changes of the parameters have the same norm, as if it is clipped"
+        # A mean of vectors in different directions is smaller than the largest of them.
+        norms = [float(np.linalg.norm(flat(x))) for x in changes]
+        if not faults and norms[0] >= (1 - SAME_SIZE) * max(norms[1:], default=0) > 0:
+            return "the sizes of the gradients: no single example changes the parameters by more than all together do"
         return ""
 
     def counts(self) -> Iterator[np.ndarray]:
@@ -249,6 +262,10 @@ class Standard(Measured):
 
 def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
     return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]
+
+
+def _differ(x: np.ndarray, y: np.ndarray) -> bool:
+    return bool(np.linalg.norm(x - y) > SAME * np.linalg.norm(y))
 
 
 def _have_one_size(changes: np.ndarray) -> bool:

@@ -230,51 +230,6 @@ def test_steps_of_numpy_that_return_parameters(make: Any, batch: Any, cause: Cau
     assert report.cause is cause, str(report)
 
 
-def trusted(w: Any, g: Any) -> Any:
-    """LAMB's first step."""
-    update = np.sign(g) + w / 8
-    return update * np.linalg.norm(w) / np.linalg.norm(update)
-
-
-SAME_AMOUNT, SAME_NORM = "each parameter changes by the same amount", "all changes of the parameters have the same norm"
-UPDATES = {
-    "nothing": (lambda w, g: np.zeros_like(g), Verdict.CANNOT_TELL, "a result that is 0"),
-    "adam": (lambda w, g: np.sign(g), Verdict.CANNOT_TELL, SAME_AMOUNT),
-    "adamw": (lambda w, g: np.sign(g) + w / 8, Verdict.CANNOT_TELL, SAME_AMOUNT),
-    "clipped": (lambda w, g: g / np.linalg.norm(g), Verdict.CANNOT_TELL, SAME_NORM),
-    "clipped, decay": (lambda w, g: g / np.linalg.norm(g) + w / 8, Verdict.CANNOT_TELL, SAME_NORM),
-    "lamb": (trusted, Verdict.CANNOT_TELL, SAME_NORM),
-    "sgd": (lambda w, g: g, Verdict.FAILS, ""),
-    "sgd, decay": (lambda w, g: g + w / 8, Verdict.FAILS, ""),
-}
-
-
-@pytest.mark.parametrize("name", UPDATES)
-def test_a_result_that_cannot_show_a_sum_does_not_pass(name: str) -> None:
-    update, verdict, text = UPDATES[name]
-
-    def make_step(k: int) -> Any:
-        return lambda w, batch: w - update(w, sum(gradient(w, x) for x in pieces(batch, k))) * w.dtype.type(0.1)
-
-    report = check_step(make_step, W, NO_MASK, returns="params")
-    assert report.verdict is verdict, str(report)
-    assert text in "".join(report.not_checked)
-    assert bool(text) == bool(report.not_checked)
-
-
-@pytest.mark.parametrize("decay", [0, 0.125])
-def test_sgd_shows_the_scale_of_the_gradients(decay: float) -> None:
-    def make_step(k: int) -> Any:
-        def step(w: Any, batch: Any) -> Any:
-            mean = sum(gradient(w, x) for x in pieces(batch, k)) / w.dtype.type(k)
-            return w - (mean + w * w.dtype.type(decay)) * w.dtype.type(0.1)
-
-        return step
-
-    report = check_step(make_step, W, NO_MASK, returns="params")
-    assert report.passes, str(report)
-
-
 def padded(batch: Any, n: int) -> Any:
     return {name: np.concatenate([x, np.zeros_like(x[:n])]) for name, x in batch.items()}
 
