@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import keras
 
 from gradcombine.errors import operation, require_type
 from gradcombine.integrations.keras.accumulate import Accumulate, accumulating
-from gradcombine.integrations.keras.losses import require_weighable, weight_of
+from gradcombine.integrations.keras.losses import no_masks, require_weighable, weight_of
 from gradcombine.types import Array, Tree
 
 
@@ -61,7 +62,9 @@ class WeightedTrainStep:
         optimizer = accumulating(getattr(self, "optimizer", None))
         if optimizer is None:
             return step(*args)
-        with optimizer.weighted(self.microbatch_weight(*keras.utils.unpack_x_y_sample_weight(args[-1]))):
+        is_own = type(self).microbatch_weight is not WeightedTrainStep.microbatch_weight
+        weight = self.microbatch_weight(*keras.utils.unpack_x_y_sample_weight(args[-1]))
+        with nullcontext() if is_own else no_masks(self), optimizer.weighted(weight):
             return step(*args)
 
 
@@ -73,7 +76,7 @@ class _WeightedStep:
 
     def __call__(self, *args: Any) -> Any:
         batch = keras.utils.unpack_x_y_sample_weight(args[-1])
-        with self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, *batch)):
+        with no_masks(self.model), self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, *batch)):
             return self.step(*args)
 
 

@@ -11,13 +11,15 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import keras
+from keras.src.backend import get_keras_mask  # no public function returns the mask of a JAX array
 
-from gradcombine.errors import invalid, within
+from gradcombine.errors import invalid, operation, within
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.types import Array, Scalar, Tree
@@ -25,6 +27,9 @@ from gradcombine.types import Array, Scalar, Tree
 _BY_SAMPLE_WEIGHT = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean", _BY_SAMPLE_WEIGHT)
 """With the other reductions, ``"sum"`` and None, gradients are sums over the examples."""
+
+
+_COUNTED = "an override of microbatch_weight that counts the labels (WeightedTrainStep), for means over labels"
 
 
 def examples(x: Tree, y: Tree) -> Any:
@@ -53,12 +58,9 @@ def require_weighable(model: Any, reduction: str) -> None:
         over the steps that are not masked.
     """
     losses, reductions = _losses(model), _reductions(model)
-    expected = "an override of microbatch_weight that counts the labels (WeightedTrainStep), for means over labels"
     if any(getattr(loss, "ignore_class", None) is not None and loss.reduction in _MEANS for loss in losses):
-        raise invalid(expected, "a loss with ignore_class", "loss")
-    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
-    if reductions.intersection(_MEANS) and any(getattr(x, "_keras_mask", None) is not None for x in outputs):
-        raise invalid(expected, "a model whose output has a mask", "loss")
+        raise invalid(_COUNTED, "a loss with ignore_class", "loss")
+    _require_no_mask(model, getattr(model, "outputs", None) or [])
     summed = reductions.difference(_MEANS)
     if not summed:
         return
@@ -76,6 +78,31 @@ def require_weighable(model: Any, reduction: str) -> None:
         if any(regularizers) or any(getattr(x, "regularizer", None) for x in model.trainable_variables):
             expected = "no regularizers, which do not add up over microbatches, beside sums over the examples"
             raise invalid(expected, f"regularizers and {received}")
+
+
+def _require_no_mask(model: Any, outputs: Tree) -> None:
+    masked = any(get_keras_mask(x) is not None for x in keras.tree.flatten(outputs))
+    if masked and _reductions(model).intersection(_MEANS):
+        raise invalid(_COUNTED, "a model whose output has a mask", "loss")
+
+
+@contextmanager
+def no_masks(model: Any) -> Iterator[None]:
+    """Raises for outputs with a mask as `require_weighable` does, for a subclassed model when its loss is computed."""
+    own, compute_loss = vars(model).get("compute_loss"), model.compute_loss
+
+    @operation("Accumulate")
+    def checked(x: Tree = None, y: Tree = None, y_pred: Tree = None, *args: Any, **kwargs: Any) -> Any:
+        _require_no_mask(model, y_pred)
+        return compute_loss(x, y, y_pred, *args, **kwargs)
+
+    model.compute_loss = checked
+    try:
+        yield
+    finally:
+        del model.compute_loss
+        if own is not None:
+            model.compute_loss = own
 
 
 def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree) -> Array:

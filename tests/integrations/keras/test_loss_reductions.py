@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
+from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd, WeightedTrainStep
 from tests.integrations.keras.cases import SETTINGS, Batches, Model, Plain, linear
 from tests.spec.selection import cases
 
@@ -127,11 +127,22 @@ def test_a_mean_over_labels_that_are_not_ignored_is_refused(model: type) -> None
 
 
 @pytest.mark.parametrize("reaches_outputs", [True, False])
-def test_a_mean_over_steps_that_are_not_masked_is_refused(reaches_outputs: bool) -> None:
-    x = keras.Input((3, 2))
-    masked = keras.layers.Masking()(x)
+@pytest.mark.parametrize("bases", [(keras.Model,), (WeightedTrainStep, keras.Model)])
+@pytest.mark.parametrize("functional", [True, False])
+def test_a_mean_over_steps_that_are_not_masked_is_refused(functional: bool, bases: Any, reaches_outputs: bool) -> None:
+    masking = keras.layers.Masking()
     layer = keras.layers.TimeDistributed(keras.layers.Dense(1)) if reaches_outputs else keras.layers.SimpleRNN(1)
-    model = Plain(x, layer(masked))
+
+    class Subclassed(*bases):
+        def __init__(self) -> None:
+            super().__init__()
+            self.masking, self.layer = masking, layer
+
+        def call(self, x: Any) -> Any:
+            return self.layer(self.masking(x))
+
+    x = keras.Input((3, 2))
+    model: Any = type("Functional", bases, {})(x, layer(masking(x))) if functional else Subclassed()
     model.compile(Accumulate(keras.optimizers.SGD(1.0), EVERY), "mse")
     steps, y = np.ones((ROWS, 3, 2), np.float32), np.ones((ROWS, 3, 1) if reaches_outputs else (ROWS, 1), np.float32)
     expected = pytest.raises(GradCombineError, match="received a model whose output has a mask")
