@@ -226,7 +226,7 @@ class Objective:
     def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Scalar:
         """Weight of one microbatch; the compiler removes the rest of the loss."""
         is_returned = self.weight is None or self.terms is not None
-        returned = self._run(args, kwargs)[0].weight if is_returned else None
+        returned = self.run(args, kwargs)[0].weight if is_returned else None
         return self._weight(args, returned, default_weight)
 
     def denominators(self, terms: Terms, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Array:
@@ -260,7 +260,7 @@ class Objective:
         at = positions(self.loss.argnums)
 
         def sums_by_denominator(*params: Tree) -> Tree:
-            output, form = self._run(replaced(args, at, params), kwargs)
+            output, form = self.run(replaced(args, at, params), kwargs)
             sums = terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
             return sums, (output, form)
 
@@ -285,7 +285,7 @@ class Objective:
             return output, form, grads
 
         def scaled_loss(*args: Tree, **kwargs: Tree) -> Tree:
-            output, form = self._run(args, kwargs)
+            output, form = self.run(args, kwargs)
             value = jnp.asarray(output.value)
             if scale is None:
                 return value, (output, form)
@@ -308,7 +308,7 @@ class Objective:
                 received = f"ones that may differ over {', '.join(varying_over)}"
                 raise invalid(expected, received, jax.tree_util.keystr(path))
 
-    def _run(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[LossOutput, Form]:
+    def run(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[LossOutput, Form]:
         """Runs the loss; several terms become a scalar to differentiate (for `Ratio`s 0), a weight and aux."""
         if self.terms is None:
             return self._scalar_output(self.loss.function(*args, **kwargs))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 import gradcombine as gc
 from gradcombine import tree
@@ -124,11 +124,15 @@ def weighed_iterations(
     return Iteration(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()
 
 
-def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -> bool:
+def scales_loss(objective: Objective, spec: Contribution, trace: Callable[[], ClosedJaxpr]) -> bool:
     """Whether the weight of a microbatch can scale its loss instead of its gradients.
 
-    Requires a plain sum or mean, as other reductions process each gradient first, and no narrow floats, which would
-    round the weight or overflow. With a carry, all microbatches have to be computed, even those that may have weight 0.
+    Requires a plain sum or mean, as other reductions process each gradient first, no narrow floats, which would round
+    the weight or overflow, and no custom_vjp, whose backward pass may clip or quantize. With a carry, all microbatches
+    have to be computed, even those that may have weight 0.
+
+    Args:
+      trace: traces the loss, without its derivative.
     """
     known_weight, loss = spec.known.value, objective.loss
     if not loss.differentiate or objective.has_ratios or known_weight in (0, 1):
@@ -140,7 +144,7 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
     return (
         _adds(objective.reduction)
         and jnp.finfo(spec.parts["value"].dtype).bits >= max(widest, 32)
-        and not any(dtype == np.float16 for dtype in _dtypes(traced.jaxpr))
+        and all(_is_linear(equation) for equation in _equations(trace().jaxpr))
     )
 
 
@@ -157,14 +161,25 @@ def _adds(reduction: Reduction) -> bool:
     return isinstance(reduction, Treewise) and isinstance(reduction.cell, Added)
 
 
-def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Dtypes of all intermediate results, including those of inner jaxprs."""
+def _is_linear(equation: JaxprEqn) -> bool:
+    """Whether the backward pass of an equation is linear up to rounding, also for cotangents of another scale."""
+    dtypes = [getattr(x.aval, "dtype", np.int32) for x in equation.outvars]  # effects have none
+    in_range = all(jnp.finfo(x).maxexp >= FLOAT32_EXPONENT for x in dtypes if jnp.issubdtype(x, jnp.floating))
+    return in_range and not equation.primitive.name.startswith("custom_vjp_call")
+
+
+FLOAT32_EXPONENT = jnp.finfo(jnp.float32).maxexp
+"""Exponent of overflow in float32, and in bfloat16."""
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program, and those of its inner programs."""
     for equation in jaxpr.eqns:
-        yield from (getattr(x.aval, "dtype", None) for x in equation.outvars)
+        yield equation
         for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, (Jaxpr, ClosedJaxpr))):
             inner = parameter.jaxpr if isinstance(parameter, ClosedJaxpr) else parameter
             if isinstance(inner, Jaxpr):
-                yield from _dtypes(inner)
+                yield from _equations(inner)
 
 
 def scan_microbatches(
@@ -216,15 +231,19 @@ def scan_microbatches(
         return added, update(init(added.parts), added.parts, added.weight)
 
     carry = jax.tree.map(jnp.asarray, carry)
-    traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
+    spec, after = jax.eval_shape(first_update, example(0), carry)
     require_carry(spec.carry, carry)
     if not is_aligned(carry, spec.carry):
         carry = align(carry, spec.carry)
-        traced, (spec, after) = jax.make_jaxpr(first_update, return_shape=True)(example(0), carry)
+        spec, after = jax.eval_shape(first_update, example(0), carry)
     reduction = objective.parts_reduction("aux" in spec.parts)
     init, update, total = _fold(objective, reduction, batch.total)
     state = mark_varying(objective.over, align(jax.tree.map(jnp.asarray, init(spec.parts)), after))
-    scaled, scan_update = batch.full > 1 and scales_loss(objective, spec, traced), update
+
+    def trace_loss() -> ClosedJaxpr:
+        return jax.make_jaxpr(lambda x: objective.run(arguments(x, jnp.int32(0), carry), kwargs)[0].value)(example(0))
+
+    scaled, scan_update = batch.full > 1 and scales_loss(objective, spec, trace_loss), update
     if scaled:
         wrapped = objective.parts_reduction("aux" in spec.parts, ScaledGradients)
         _, scan_update, _ = _fold(objective, wrapped, batch.total)

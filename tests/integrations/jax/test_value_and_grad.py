@@ -249,14 +249,40 @@ def test_a_traced_weight_that_is_none_makes_all_of_it_nan(reduction: gc.Reductio
     assert np.isnan(f(ONES, Y, weights)[1]).all()
 
 
-def test_a_loss_in_float16_is_not_scaled() -> None:
-    """Twice 40,000 would overflow float16."""
+@pytest.mark.parametrize(("dtype", "largest"), [(jnp.float16, 40_000), (jnp.float8_e4m3fn, 448)])
+def test_a_loss_in_a_dtype_of_small_range_is_not_scaled(dtype: Any, largest: int) -> None:
+    """Twice these numbers would overflow."""
 
-    def half(w: Any, x: Any, weight: Any) -> Any:
-        return jnp.sum(w.astype(jnp.float16) * jnp.float16(40_000)).astype(jnp.float32) + 0 * x.sum()
+    def narrow(w: Any, x: Any, weight: Any) -> Any:
+        return jnp.sum(w.astype(dtype).astype(jnp.float32) * largest) + 0 * x.sum()
 
-    f = jax.jit(value_and_grad(half, 6, weight=lambda x, weight: weight.sum()))
-    assert np.asarray(f(ONES, Y, np.full((6, 1), 2, np.float32))[1]).tolist() == [40_000.0] * 4
+    f = jax.jit(value_and_grad(narrow, 6, weight=lambda x, weight: weight.sum()))
+    expected = float(dtype(largest))
+    assert np.asarray(f(ONES, Y, np.full((6, 1), 2, np.float32))[1]).tolist() == [expected] * 4
+
+
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+def in_scan(x: Any) -> Any:
+    return jax.lax.scan(lambda carry, _: (clipped(carry), None), x, None, length=1)[0]
+
+
+@pytest.mark.parametrize("bounded", [clipped, jax.jit(clipped), jax.checkpoint(clipped), in_scan])
+def test_a_backward_pass_that_clips_gets_cotangents_of_the_loss(bounded: Any) -> None:
+    """A gradient of 0.25 is below the bound; 100 times it is not."""
+
+    def loss(w: Any, x: Any, weight: Any) -> Any:
+        return jnp.sum(bounded(w)) * 0.25 + 0 * x.sum()
+
+    for k, weight in ((6, 100.0), (4, 1.0)):
+        f = jax.jit(value_and_grad(loss, k, weight=lambda x, weight: weight.sum()))
+        assert np.asarray(f(ONES, Y, np.full((6, 1), weight, np.float32))[1]).tolist() == [0.25] * 4
 
 
 def test_a_carry_goes_through_microbatches_of_weight_0() -> None:
