@@ -50,8 +50,11 @@ def fed_back(reduction: Reduction) -> Reduction:
         ``"tree"``.
 
     Bits: ``q(v) + residual`` is exactly v for float32 accumulators. If the sum of a part is rounded as well, its error
-    is added in one float32 addition. Values that are not finite are sent unchanged, with a residual of 0. A window
-    whose weights are all 0 loses the part of the residual that it sent.
+    is added in one float32 addition. Values that are not finite are sent unchanged, with a residual of 0.
+
+    A `mean` divides the residual, the error of a weighted sum, by the weights of its next window. Give all windows the
+    same total weight, or use `sum`: in a window of a tenth of the weight, the error of the previous one is ten times as
+    large, and a window whose weights are all 0 loses the part of the residual that it sent.
 
     References: Seide et al., `1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs <https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html>`_, 2014; Tang et

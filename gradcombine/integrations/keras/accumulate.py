@@ -87,13 +87,14 @@ class Accumulate(Wrapper):
     `gradcombine.merge_replicas`), on both backends.
 
     Training resumes bit for bit from a ``.keras`` file saved in the middle of a window, on either backend, with the
-    same number of replicas or more; with fewer, windows are merged. A partial window can also continue with a different
-    ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and changes nothing, if the window already has
-    ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is narrower. A
-    tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the next microbatch completes the
-    window) on one replica; with several it holds only the first replica's window, so flush before saving. A pickled or
-    deep-copied optimizer has its values again once it is built; built with variables of other shapes, it warns and
-    begins anew.
+    same number of replicas or more; with fewer, windows are merged. (With another number, weight the microbatches, as
+    `FlushAtEpochEnd` does: without weights, a microbatch counts 1 on each replica.) A partial window can also continue
+    with a different ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and changes nothing, if the
+    window already has ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is
+    narrower. A tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the next microbatch
+    completes the window) on one replica; with several it holds only the first replica's window, so flush before saving.
+    A pickled or deep-copied optimizer has its values again once it is built; built with variables of other shapes, it
+    warns and begins anew.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
@@ -82,6 +82,8 @@ class Recording:
       name: name of the operation in errors.
     """
 
+    # AutoGraph looks for the mark of `no_autograph` on the called object, not on its method.
+    autograph_info__: ClassVar[dict[str, Any]] = {}
     name: str
 
     def __init__(self) -> None:

@@ -86,11 +86,12 @@ RUNS = {"numpy": in_numpy, "jit": in_jit, "scan": in_scan, "tf.function": in_fun
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_every_step_is_written_as_it_was(run: Any, tmp_path: Path) -> None:
+def test_every_step_is_written_as_it_was(run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Every framework writes what NumPy writes."""
     for name, each in (("numpy", in_numpy), ("run", run)):
         with record(tmp_path / name) as recorder:
             each(recorder)
+    assert not [x for x in caplog.messages if "AutoGraph" in x]
     assert first_divergence(tmp_path / "numpy", tmp_path / "run") is None
     assert len(list((tmp_path / "run").iterdir())) == 4
     total = np.zeros(3, np.float32)
