@@ -11,7 +11,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import OnContributions, Reduction, described
+from gradcombine.reductions.algebra import OnContributions, Reduction, Wrapper, described
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
 from gradcombine.settings import check, valid
 from gradcombine.sparse import densify, is_row_sparse, row_slices
@@ -108,6 +108,15 @@ class Zeroed(OnContributions):
 
         wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
         return tree.unflatten(structure, map(masked, arrays)), where(backend, finite, weight, wide)
+
+
+def zeroed_weight(reduction: Reduction, value: Tree, weight: Scalar) -> Scalar:
+    """The weight of a contribution: 0 if a `zeroed` among the reduction and its wrappers skips it."""
+    while isinstance(reduction, Wrapper):
+        if isinstance(reduction, Zeroed):
+            return reduction.changed(value, weight)[1]
+        reduction = reduction.of
+    return weight
 
 
 @operation("clipped")

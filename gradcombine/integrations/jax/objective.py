@@ -40,7 +40,7 @@ from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.per_leaf import PerLeaf
 from gradcombine.reductions.ratios import Ratio, Ratios
 from gradcombine.reductions.weights import parse
-from gradcombine.reductions.wrappers import global_norm
+from gradcombine.reductions.wrappers import global_norm, zeroed_weight
 from gradcombine.settings import check
 from gradcombine.types import Array, DType, Order, Scalar, State, Tree
 
@@ -215,13 +215,14 @@ class Objective:
             raise invalid("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
         if self.loss.carry_argnum is None and output.carry is not None:
             raise invalid("carry_argnum, for a loss that returns a carry", None)
-        weight = self._weight(args, output.weight, default_weight)
+        # The loss, the weight and aux are skipped with the gradients.
+        weight = zeroed_weight(self.reduction, grads, self._weight(args, output.weight, default_weight))
         parts = {"grads": grads, "value": jnp.asarray(output.value), "weight": _as_array(weight)}
         if jax.tree.leaves(output.aux):
             require_no_mean_of_ratios(self.aux_reduction, output.aux)
             parts["aux"] = jax.tree.map(jnp.asarray, output.aux)
-        known = Static(parse(load("jax"), weight).known)
-        return Contribution(parts, weight, known, jax.tree.map(jnp.asarray, output.carry), form)
+        known, carry = Static(parse(load("jax"), weight).known), jax.tree.map(jnp.asarray, output.carry)
+        return Contribution(parts, weight, known, carry, form)
 
     def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Scalar:
         """Weight of one microbatch; the compiler removes the rest of the loss."""

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, train_step, value_and_grad
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases, named
 
@@ -335,3 +336,20 @@ def test_bad_input(options: dict[str, Any], args: tuple[Any, ...], message: str)
         settings["loss"] = Loss(settings["loss"], **of_loss)
     with pytest.raises(gc.GradCombineError, match=f"value_and_grad.*{message}"):
         value_and_grad(**settings)(*args)
+
+
+def test_a_microbatch_that_is_zeroed_counts_in_no_result() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return LossOutput(jnp.mean((w - x) ** 2), aux={"sum": x.sum(), "largest": x.max()})
+
+    aux = {"sum": reductions.sum(), "largest": reductions.max()}
+    wrapped = Loss(loss, aux_reduction=aux)
+    x, reduction = jnp.float32([1, 2, jnp.nan, 40, 5, 6]), reductions.zeroed(reductions.mean())
+    output, grad = jax.jit(value_and_grad(wrapped, 3, reduction=reduction))(jnp.float32(1), x)
+    assert (float(output.value), float(grad), float(output.weight)) == (10.5, -5.0, 2.0)
+    assert {name: float(a) for name, a in output.aux.items()} == {"sum": 14.0, "largest": 6.0}
+    step = train_step(wrapped, optax.sgd(0.125), every=3, reduction=reduction)
+    params, state = jnp.float32(1), step.init(jnp.float32(1), x[:2])
+    for i in (0, 2, 4):
+        params, state, metrics = step(params, state, x[i : i + 2])
+    assert (float(metrics.value), float(metrics.weight), float(params)) == (10.5, 4.0, 1.625)
