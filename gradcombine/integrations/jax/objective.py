@@ -208,14 +208,11 @@ class Objective:
             examples.
           scale: multiplies the gradients, but nothing else, by scaling the loss before it is differentiated. None: 1.
         """
-        at, axis = positions(self.loss.argnums), self.reduction.summed_over or self.over
-        marked = replaced(args, at, [mark_varying(axis, args[i]) for i in at])
-        output, form, grads = self._differentiated(marked, kwargs, scale)
+        output, form, grads = self._differentiated(self.marked(args), kwargs, scale)
         if self.loss.carry_argnum is not None and output.carry is None:
             raise invalid("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
         if self.loss.carry_argnum is None and output.carry is not None:
             raise invalid("carry_argnum, for a loss that returns a carry", None)
-        # The loss, the weight and aux are skipped with the gradients.
         weight = zeroed_weight(self.reduction, grads, self._weight(args, output.weight, default_weight))
         parts = {"grads": grads, "value": jnp.asarray(output.value), "weight": _as_array(weight)}
         if jax.tree.leaves(output.aux):
@@ -224,15 +221,20 @@ class Objective:
         known, carry = Static(parse(load("jax"), weight).known), jax.tree.map(jnp.asarray, output.carry)
         return Contribution(parts, weight, known, carry, form)
 
+    def marked(self, args: Sequence[Tree]) -> list[Tree]:
+        """The arguments, of which the differentiated ones vary over the replicas."""
+        at, axis = positions(self.loss.argnums), self.reduction.summed_over or self.over
+        return replaced(args, at, [mark_varying(axis, args[i]) for i in at])
+
     def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Scalar:
         """Weight of one microbatch; the compiler removes the rest of the loss."""
         is_returned = self.weight is None or self.terms is not None
-        returned = self.run(args, kwargs)[0].weight if is_returned else None
+        returned = self.run(self.marked(args), kwargs)[0].weight if is_returned else None
         return self._weight(args, returned, default_weight)
 
     def denominators(self, terms: Terms, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Array:
         """Weights of one microbatch, one per denominator, in an array; the compiler removes the rest of the loss."""
-        weights = self._values_and_weights(terms, args, kwargs)[1]
+        weights = self._values_and_weights(terms, self.marked(args), kwargs)[1]
         return jnp.stack([_as_array(weights[name]) for name in terms.denominators])
 
     def with_totals(self, terms: Terms, kwargs: dict[str, Tree], counted: Array) -> dict[str, Tree]:
@@ -293,9 +295,8 @@ class Objective:
             # The factor is NaN for a traced weight whose value is invalid.
             return value * _as_array(scale, value.dtype), (output, form)
 
-        differentiated = jax.value_and_grad(scaled_loss, self.loss.argnums, has_aux=True)
-        (_, (output, form)), grads = differentiated(*args, **kwargs)
-        return output, form, grads
+        (_, result), grads = jax.value_and_grad(scaled_loss, self.loss.argnums, has_aux=True)(*args, **kwargs)
+        return *result, grads
 
     def _require_unsharded(self, args: Sequence[Tree]) -> None:
         """Raises if the parameters vary over the replica axis (shard_map's vma)."""
@@ -396,5 +397,4 @@ def _norm(gradients: Tree) -> Array:
 
 
 def _as_array(weight: Scalar, dtype: DType = np.float32) -> Array:
-    backend = load("jax")
-    return parse(backend, weight).cast(backend, np.dtype(dtype))
+    return parse(backend := load("jax"), weight).cast(backend, np.dtype(dtype))

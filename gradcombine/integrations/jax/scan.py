@@ -241,7 +241,10 @@ def scan_microbatches(
     state = mark_varying(objective.over, align(jax.tree.map(jnp.asarray, init(spec.parts)), after))
 
     def trace_loss() -> ClosedJaxpr:
-        return jax.make_jaxpr(lambda x: objective.run(arguments(x, jnp.int32(0), carry), kwargs)[0].value)(example(0))
+        def value(examples: Tree) -> Array:
+            return objective.run(objective.marked(arguments(examples, jnp.int32(0), carry)), kwargs)[0].value
+
+        return jax.make_jaxpr(value)(example(0))
 
     scaled, scan_update = batch.full > 1 and scales_loss(objective, spec, trace_loss), update
     if scaled:

@@ -83,6 +83,20 @@ def test_check_vma_beside_an_axis_of_the_compiler(kind: AxisType) -> None:
     assert equal_bits(jax.jit(mapped)(w, x)[1], jax.jit(gradient)(w, x)[1])
 
 
+def test_check_vma_of_a_loop_in_a_weighted_loss() -> None:
+    """The loop's carry begins as the parameters, and varies over the replicas with the rows."""
+
+    def looped(w: Any, x: Any) -> LossOutput:
+        return LossOutput(
+            jax.lax.scan(lambda carry, row: (carry + row.sum() * carry, None), w, x)[0].sum(), weight=x.sum()
+        )
+
+    on, x = mesh(AxisType.Auto), np.full((24, 2), 0.125, np.float32)
+    gradient = value_and_grad(looped, 3, over=OVER)
+    mapped = jax.shard_map(gradient, mesh=on, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+    assert float(jax.jit(mapped)(jnp.float32(1), x)[1]) == 1.25**2
+
+
 @pytest.mark.parametrize(("at", "kind"), cases([("rows", AUTO)], ("whole", "rows"), KINDS))
 def test_replicas_exchange_outside_of_the_loop_alone(at: str, kind: AxisType) -> None:
     on, spec = mesh(kind, 8, 1), SPECS[at]
