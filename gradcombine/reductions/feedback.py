@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
@@ -10,6 +14,7 @@ from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
+from gradcombine.reductions.cell import parts
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.settings import check
 from gradcombine.types import Array, Order, Scalar, State, Tree
@@ -19,8 +24,9 @@ class FedBackState(NamedTuple):
     """The state of the wrapped reduction, and the rounding errors of the last exchange.
 
     Attributes:
-      state: the state of the wrapped reduction; its accumulators start from the residual of the previous window.
-      residual: float32 arrays for the leaves that the wire compresses, None for others; they differ by replica.
+      state: the state of the wrapped reduction; accumulators of a sum start from the residual of the previous window.
+      residual: float32 arrays for the leaves that the wire compresses, None for others; they differ by replica. For a
+        mean they are divided by the total weight of the window that they come from.
     """
 
     state: TreewiseState
@@ -33,7 +39,9 @@ def fed_back(reduction: Reduction) -> Reduction:
 
     A window starts from the residual r of the previous one instead of 0. At its end the accumulators are
     ``v = r + w_1 g_1 + ...``, the wire sends the rounded q(v), and the new residual is ``v - q(v)``. If the wire also
-    rounds the sum of a part, the replica that computes the sum keeps its rounding error.
+    rounds the sum of a part, the replica that computes the sum keeps its rounding error. A mean keeps r as a part of
+    the mean, and adds ``W r`` at the end of a window of total weight W: the sum of the means over the windows is right
+    whatever they weigh, and a window of weight 0 leaves r as it is. This takes one more all-reduce, of a scalar.
 
     Args:
       reduction: `sum` or `mean` in precision ``"fast"``, with a ``wire`` that rounds to nearest.
@@ -49,12 +57,9 @@ def fed_back(reduction: Reduction) -> Reduction:
         in integrations that read windows without updating them, as these would lose the residual; and in order
         ``"tree"``.
 
-    Bits: ``q(v) + residual`` is exactly v for float32 accumulators. If the sum of a part is rounded as well, its error
-    is added in one float32 addition. Values that are not finite are sent unchanged, with a residual of 0.
-
-    A `mean` divides the residual, the error of a weighted sum, by the weights of its next window. Give all windows the
-    same total weight, or use `sum`: in a window of a tenth of the weight, the error of the previous one is ten times as
-    large, and a window whose weights are all 0 loses the part of the residual that it sent.
+    Bits: ``q(v) + residual`` is exactly v for float32 accumulators, and up to the roundings of ``residual / W`` for a
+    mean. If the sum of a part is rounded as well, its error is added in one float32 addition. Values that are not
+    finite are sent unchanged, with a residual of 0.
 
     References: Seide et al., `1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
     Training of Speech DNNs <https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html>`_, 2014; Tang et
@@ -123,20 +128,35 @@ class FedBack(Wrapper):
 
     @operation()
     def clear(self, state: State) -> State:
-        """An empty window that starts from the residual."""
+        """An empty window, which keeps the residual; a sum starts from it."""
         empty = self.of.clear(state.state)
-        residuals, structure = tree.flatten(state.residual)
-        accumulators = tree.split_as(structure, empty.value)
-        values = [
-            a if x is None else resolve([x, a]).cast(x, dtype_of(a))
-            for a, x in zip(accumulators, residuals, strict=True)
-        ]
-        return FedBackState(empty._replace(value=tree.unflatten(structure, values)), self._zeros(empty))
+        if self.of.divides:
+            return FedBackState(empty, state.residual)
+        return FedBackState(_plus(empty, state.residual, lambda a, x: x), self._zeros(empty))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         if order != "sequential":
             raise invalid("order 'sequential' for residuals", order)
+        if not self.of.divides:
+            return self._exchanged(state, collective, order)
+        backend = resolve([*tree.flatten(state)[0], collective.rank()])
+        weights = [backend.asarray(x) for x in parts(state.state.weight)]
+        total = backend.cast(reduce(backend.add, collective.all_sum(weights)), dtypes.FLOAT32)
+        of_window = _plus(state.state, state.residual, lambda a, x: backend.add(a, backend.scale(x, total)))
+        merged = self._exchanged(FedBackState(of_window, self._zeros(of_window)), collective, order)
+        zero, one, infinity = (backend.full((), x, dtypes.FLOAT32) for x in (0, 1, np.inf))
+        is_weight = (total > zero) & (total < infinity)
+        divisor = backend.where(is_weight, total, one)
+        (old, structure), (new, _) = tree.flatten(state.residual), tree.flatten(merged.residual)
+        residual = [
+            None if x is None else backend.where(is_weight, backend.divide(y, divisor), x)
+            for x, y in zip(old, new, strict=True)
+        ]
+        return merged._replace(residual=tree.unflatten(structure, residual))
+
+    def _exchanged(self, state: FedBackState, collective: Collective, order: Order) -> FedBackState:
+        """The merged state of all replicas, with the rounding errors of this one."""
         errors: list[Array] = []
         merged = self.of.all_merge(state.state, collective, order, errors)
         leaves, structure = tree.flatten(state.residual)
@@ -148,6 +168,17 @@ class FedBack(Wrapper):
     @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         raise invalid("a window, whose state keeps the residual", "all_reduce")
+
+
+def _plus(state: TreewiseState, residual: Tree, add: Callable[[Array, Array], Array]) -> TreewiseState:
+    """The state with ``add(accumulator, residual)`` in place of each accumulator with a residual."""
+    leaves, structure = tree.flatten(residual)
+    accumulators = tree.split_as(structure, state.value)
+
+    def added(a: Any, x: Any) -> Any:
+        return a if x is None else add(a, resolve([x, a]).cast(x, dtype_of(a)))
+
+    return state._replace(value=tree.unflatten(structure, map(added, accumulators, leaves)))
 
 
 def residuals(state: State) -> list[int]:

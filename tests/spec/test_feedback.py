@@ -21,19 +21,23 @@ from tests.spec.test_wires import WIRES, rounded
 NAMES = ("bfloat16", "8 bits")
 SHAPE = (40, 50)
 FED = {name: gc.reductions.fed_back(gc.reductions.sum(wire=WIRES[name])) for name in NAMES}
+MEANS = {name: gc.reductions.fed_back(gc.reductions.mean(wire=WIRES[name])) for name in NAMES}
+WEIGHTS = 64, 1
+"""Weights of the microbatches of the two windows of a mean: powers of 2, which round nothing."""
 
 
 class Windows:
     """Exchanges two consecutive windows of two microbatches each; returns both results and residuals."""
 
     def __call__(self, env: modes.Env, data: Any) -> Any:
-        return {name: self.one(env, FED[name], data["w"]) for name in NAMES}
+        sums = {name: self.one(env, FED[name], data["w"], (1, 1)) for name in NAMES}
+        return sums, {name: self.one(env, MEANS[name], data["w"], WEIGHTS) for name in NAMES}
 
-    def one(self, env: modes.Env, reduction: gc.Reduction, xs: Any) -> Any:
+    def one(self, env: modes.Env, reduction: gc.Reduction, xs: Any, weights: tuple[int, int]) -> Any:
         acc = gc.accumulate(reduction, every=2)
         state, seen = acc.init(xs[0]), []
         for i in range(4):
-            state = acc.update(xs[i], state)
+            state = acc.update(xs[i], state, weights[i // 2])
             if i % 2:
                 state = gc.merge_replicas(reduction, state, env.collective)
                 seen.append({"value": acc.value(state), "residual": state.levels[0].residual})
@@ -81,13 +85,37 @@ def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:
     data = data_of(n)
     results = replicated.run(WINDOWS, data)
     for name in NAMES:
-        left = [np.zeros(SHAPE, np.float32)] * n
-        for window in range(2):
-            inputs = [r + x["w"][2 * window] + x["w"][2 * window + 1] for r, x in zip(left, data, strict=True)]
+        left = of_mean = [np.zeros(SHAPE, np.float32)] * n
+        for window, weight in enumerate(WEIGHTS):
+            pairs = [(x["w"][2 * window], x["w"][2 * window + 1]) for x in data]
+            inputs = [r + x + y for r, (x, y) in zip(left, pairs, strict=True)]
             total, left = exchanged(WIRES[name], inputs, in_parts=n > 2)
-            for result, residual in zip(results, left, strict=True):
-                np.testing.assert_array_equal(result[name][window]["value"], total)
-                np.testing.assert_array_equal(result[name][window]["residual"], residual)
+            weights = np.float32(2 * n * weight)
+            inputs = [(x + y) * np.float32(weight) + r * weights for r, (x, y) in zip(of_mean, pairs, strict=True)]
+            total_of_mean, errors = exchanged(WIRES[name], inputs, in_parts=n > 2)
+            of_mean = [x / weights for x in errors]
+            for (of_sum, result), *expected in zip(results, left, of_mean, strict=True):
+                np.testing.assert_array_equal(of_sum[name][window]["value"], total)
+                np.testing.assert_array_equal(of_sum[name][window]["residual"], expected[0])
+                np.testing.assert_array_equal(result[name][window]["value"], total_of_mean / weights)
+                np.testing.assert_array_equal(result[name][window]["residual"], expected[1])
+
+
+@pytest.mark.needs("jax")
+def test_a_window_of_weight_0_leaves_the_residual() -> None:
+    import jax
+
+    acc, over = gc.accumulate(MEANS["bfloat16"], every=1), gc.jax_axis("data")
+
+    def two_windows(x: Any) -> Any:
+        first = gc.merge_replicas(MEANS["bfloat16"], acc.update(x, acc.init(x)), over)
+        second = gc.merge_replicas(MEANS["bfloat16"], acc.update(x, first, 0), over)
+        return [state.levels[0].residual for state in (first, second)], acc.value(second)
+
+    grads = np.random.default_rng(1).standard_normal((2, 3, 5)).astype(np.float32)
+    (first, second), value = jax.vmap(two_windows, axis_name="data")(grads)
+    assert np.any(first) and not np.any(value)
+    np.testing.assert_array_equal(second, first)
 
 
 def one_replica(rank: int) -> Any:
