@@ -8,6 +8,7 @@ the frame of Keras' train step. No weight depends on the caller.
 from __future__ import annotations
 
 import inspect
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +61,7 @@ def require_weighable(model: Any, reduction: str) -> None:
     losses, reductions = _losses(model), _reductions(model)
     if any(getattr(loss, "ignore_class", None) is not None and loss.reduction in _MEANS for loss in losses):
         raise invalid(_COUNTED, "a loss with ignore_class", "loss")
-    _require_no_mask(model, getattr(model, "outputs", None) or [])
+    require_no_mask(model, getattr(model, "outputs", None) or [])
     summed = reductions.difference(_MEANS)
     if not summed:
         return
@@ -80,29 +81,40 @@ def require_weighable(model: Any, reduction: str) -> None:
             raise invalid(expected, f"regularizers and {received}")
 
 
-def _require_no_mask(model: Any, outputs: Tree) -> None:
+def require_no_mask(model: Any, outputs: Tree) -> None:
+    """Raises for masked outputs. A subclassed model has them only when it is called."""
     masked = any(get_keras_mask(x) is not None for x in keras.tree.flatten(outputs))
     if masked and _reductions(model).intersection(_MEANS):
         raise invalid(_COUNTED, "a model whose output has a mask", "loss")
 
 
-@contextmanager
-def no_masks(model: Any) -> Iterator[None]:
-    """Raises for outputs with a mask as `require_weighable` does, for a subclassed model when its loss is computed."""
-    own, compute_loss = vars(model).get("compute_loss"), model.compute_loss
+class _CheckedLoss:
+    """The compute_loss of a model, which raises for masked outputs in threads that run a weighted step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.compute_loss, self.steps = model, model.compute_loss, threading.local()
 
     @operation("Accumulate")
-    def checked(x: Tree = None, y: Tree = None, y_pred: Tree = None, *args: Any, **kwargs: Any) -> Any:
-        _require_no_mask(model, y_pred)
-        return compute_loss(x, y, y_pred, *args, **kwargs)
+    def __call__(self, x: Tree = None, y: Tree = None, y_pred: Tree = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.steps, "are_weighted", False):
+            require_no_mask(self.model, y_pred)
+        return self.compute_loss(x, y, y_pred, *args, **kwargs)
 
-    model.compute_loss = checked
+
+@contextmanager
+def no_masks(model: Any) -> Iterator[None]:
+    """Makes this thread's computations of the loss raise for masked outputs.
+
+    The replicas of a strategy run a step in a thread each, by turns, so the model keeps the function that checks.
+    """
+    loss = vars(model).get("compute_loss")
+    if not isinstance(loss, _CheckedLoss):
+        loss = model.compute_loss = _CheckedLoss(model)
+    loss.steps.are_weighted = True
     try:
         yield
     finally:
-        del model.compute_loss
-        if own is not None:
-            model.compute_loss = own
+        loss.steps.are_weighted = False
 
 
 def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree) -> Array:
