@@ -57,10 +57,12 @@ class Standard(Measured):
         params = [as_floats(x) for _, x in self.subject.param_leaves]
         if not any(np.any(x) for x in self.best.floats[: len(params)]):
             return "a change of the parameters that is 0"
-        means = [i for i in self.combination[1] if i < len(params)]
-        for x, weight in zip(self.columns, () if self.weights is None else self.weights, strict=False):
-            if x is not None and weight > SAME and any(_differ(x.floats[i], self.best.floats[i]) for i in means):
-                return ""  # linear in examples that differ
+        known = [] if self.weights is None else [self.weights]
+        for weights in (*known, *self._counted()):
+            means = np.flatnonzero(self._shares_from(weights)[: len(params)] <= 1)
+            for x, weight in zip(self.columns, weights, strict=True):
+                if x is not None and weight > SAME and any(_differ(x.floats[i], self.best.floats[i]) for i in means):
+                    return ""  # a leaf is linear in examples that differ
         changes = [x.floats[: len(params)] for x in (self.best, *self.columns) if x is not None]
         if _have_one_size(np.stack([flat(x) for x in changes])):
             return "the sizes of the gradients: each parameter changes by the same amount, as in Adam's first step"
@@ -121,13 +123,17 @@ class Standard(Measured):
             c = self._fit_weights(one, leaves, wide)
             if c is not None and abs(c.sum() - 1) <= SAME:
                 yield c, leaves
-        for counts in self.counts():
-            if counts.min() >= 0 and counts.any():
-                c = np.array([counts[list(rows)].sum() for rows in self.units]) / counts.sum()
-                yield c, every
+        for c in self._counted():
+            yield c, every
         c = self._fit_weights(one, every, wide, elsewhere=True)
         if c is not None and abs(c.sum() - 1) <= SAME:
             yield c, every
+
+    def _counted(self) -> Iterator[np.ndarray]:
+        """Yields the weights of the units that follow from plausible counts of the examples."""
+        for counts in self.counts():
+            if counts.min() >= 0 and counts.any():
+                yield np.array([counts[list(rows)].sum() for rows in self.units]) / counts.sum()
 
     @cached_property
     def excluded(self) -> bool:
