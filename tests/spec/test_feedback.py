@@ -137,6 +137,22 @@ def test_a_residual_moves_to_other_replicas(replicas: int) -> None:
     np.testing.assert_array_equal(total, np.full(SHAPE, (1 + 2 + 3 + 4) / 16, np.float32))
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_residual_of_a_mean_moves_to_other_replicas(replicas: int) -> None:
+    """The next window, of weight 2 on each replica, adds all residuals to its mean."""
+    reduction = MEANS["8 bits"]
+    acc, zeros = gc.accumulate(reduction, every=1), np.zeros(SHAPE, np.float32)
+    empty = acc.init(zeros)
+    levels = [empty.levels[0]._replace(residual=zeros + np.float32(rank)) for rank in (1, 2, 3, 4)]
+    old = [empty._replace(levels=(level,)) for level in levels]
+    new = statefile.resize(reduction, old, replicas)
+    np.testing.assert_array_equal(sum(x.levels[0].residual for x in new), zeros + np.float32(10))
+    if replicas == 1:
+        merged = gc.merge_replicas(reduction, acc.update(zeros, new[0], 2), gc.LOCAL)
+        np.testing.assert_array_equal(acc.value(merged), zeros + np.float32(10))
+        np.testing.assert_array_equal(merged.levels[0].residual, zeros)
+
+
 @pytest.mark.parametrize(
     "around",
     [

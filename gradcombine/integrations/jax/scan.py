@@ -124,6 +124,10 @@ def weighed_iterations(
     return Iteration(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()
 
 
+FLOAT32_EXPONENT = jnp.finfo(jnp.float32).maxexp
+"""Exponent of overflow in float32, and in bfloat16."""
+
+
 def scales_loss(objective: Objective, spec: Contribution, trace: Callable[[], ClosedJaxpr]) -> bool:
     """Whether the weight of a microbatch can scale its loss instead of its gradients.
 
@@ -166,10 +170,6 @@ def _is_linear(equation: JaxprEqn) -> bool:
     dtypes = [getattr(x.aval, "dtype", np.int32) for x in equation.outvars]  # effects have none
     in_range = all(jnp.finfo(x).maxexp >= FLOAT32_EXPONENT for x in dtypes if jnp.issubdtype(x, jnp.floating))
     return in_range and not equation.primitive.name.startswith("custom_vjp_call")
-
-
-FLOAT32_EXPONENT = jnp.finfo(jnp.float32).maxexp
-"""Exponent of overflow in float32, and in bfloat16."""
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
