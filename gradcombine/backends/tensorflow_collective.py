@@ -70,13 +70,15 @@ class TfReplicas(Collective):
         # tf.distribute cannot gather 8- and 16-bit integers: pack those of one dtype into one int32 array.
         narrow: dict[str, list[int]] = {}
         for i, array in enumerate(arrays):
-            if array.dtype.is_integer and array.dtype.size < 4:
+            if array.dtype.is_integer and array.dtype.size < 4 and array.shape.num_elements() != 0:
                 narrow.setdefault(array.dtype.name, []).append(i)
         packed = {i for chosen in narrow.values() for i in chosen}
-        alone = [i for i in range(len(arrays)) if i not in packed]
+        # A gather of an empty array crashes the process in a tf.function of several replicas.
+        empty = {i: tf.zeros((n, *x.shape), x.dtype) for i, x in enumerate(arrays) if x.shape.num_elements() == 0}
+        alone = [i for i in range(len(arrays)) if i not in packed and i not in empty]
         sent = [_as_int32([arrays[i] for i in chosen]) for chosen in narrow.values()] + [arrays[i] for i in alone]
-        gathered = context.all_gather([array[tf.newaxis] for array in sent], axis=0)
-        results = dict(zip(alone, gathered[len(narrow) :], strict=True))
+        gathered = context.all_gather([array[tf.newaxis] for array in sent], axis=0) if sent else []
+        results = empty | dict(zip(alone, gathered[len(narrow) :], strict=True))
         for chosen, words in zip(narrow.values(), gathered, strict=False):
             sizes = [math.prod(arrays[i].shape) for i in chosen]
             flat = tf.reshape(tf.bitcast(words, arrays[chosen[0]].dtype), [n, -1])

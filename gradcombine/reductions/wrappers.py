@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 import numpy as np
@@ -112,10 +113,14 @@ class Zeroed(OnContributions):
 
 def zeroed_weight(reduction: Reduction, value: Tree, weight: Scalar) -> Scalar:
     """The weight of a contribution: 0 if a `zeroed` among the reduction and its wrappers skips it."""
+    changes, has_zeroed = list[Callable[[Tree, Scalar], tuple[Tree, Scalar]]](), False
     while isinstance(reduction, Wrapper):
-        if isinstance(reduction, Zeroed):
-            return reduction.changed(value, weight)[1]
+        if isinstance(reduction, OnContributions):
+            changes.append(reduction.changed)
+        has_zeroed |= isinstance(reduction, Zeroed)
         reduction = reduction.of
+    for change in changes if has_zeroed else ():  # a wrapper outside may change whether the contribution is finite
+        value, weight = change(value, weight)
     return weight
 
 
@@ -133,8 +138,8 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
 
     Returns:
       A reduction with the same states. A contribution whose norm is NaN or infinite (also by overflow of the squares)
-      has no direction: all its elements and their derivatives become NaN. `zeroed` skips it, inside of this wrapper or
-      around it; if it is around it, the derivative with respect to the contribution is 0.
+      has no direction: all its elements and their derivatives become NaN. `zeroed` inside of this wrapper skips it;
+      around it, `zeroed` skips what has a NaN or infinity itself, and the derivative with respect to it is 0.
 
     Raises:
       GradCombineError: for a ``max_norm`` that is not positive and finite; in ``update`` for leaves that are not

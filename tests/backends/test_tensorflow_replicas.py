@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import ml_dtypes
@@ -78,3 +78,31 @@ def test_many_leaves_on_a_narrow_wire(reduced: dict[str, list[list[Any]]]) -> No
     for i, received in enumerate(reduced["wire"]):
         for own in received:
             np.testing.assert_array_equal(own.numpy(), np.float32([i + 1, i + 1]))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_empty_leaves_are_not_gathered(shape: tuple[int, ...]) -> None:
+    """TensorFlow's gather of an empty tensor ends the process."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+
+    @tf.function(autograph=False)
+    def program(full: Any) -> Any:
+        empty = {"floats": tf.zeros(shape), "integers": tf.zeros(shape, tf.int8)}
+        all_reduce = partial(gc.all_reduce, over=gc.tf_replicas())
+        return strategy.run(
+            lambda: (
+                all_reduce(reductions.max(), empty | {"full": full}),
+                all_reduce(reductions.sum("compensated"), {"floats": empty["floats"]}),
+                all_reduce(reductions.max(), empty),
+            )
+        )
+
+    for result in program(tf.ones(2)):
+        for rank in range(2):
+            held = {name: strategy.experimental_local_results(x)[rank].numpy() for name, x in result.items()}
+            dtypes = {"floats": np.float32, "integers": np.int32, "full": np.float32}
+            assert {name: x.dtype for name, x in held.items()} == {name: dtypes[name] for name in held}
+            assert all(x.shape == shape for name, x in held.items() if name != "full")
+            assert "full" not in held or (held["full"] == 1).all()

@@ -22,7 +22,7 @@ from gradcombine.integrations.jax.arrays import require_levels
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, Static, parse_output, positions, require_first
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import Tree
+from gradcombine.types import Array, Tree
 
 MODULE_REST = "__module_rest__"
 """Keyword argument that passes a module, without its parameters, to its loss."""
@@ -101,6 +101,10 @@ def write_state(module: Any, changed: SplitModule) -> None:
         nnx.update(module, changed.rest)
 
 
+NOT_COMBINED = "a reduction as the class attribute combined_by, of a variable that the loss changes"
+ONLY_OPTIMIZED = "parameters that only the optimizer changes"
+
+
 class VariableReductions:
     """Reductions that combine the variables of an nnx.Module over microbatches, by path.
 
@@ -119,29 +123,46 @@ class VariableReductions:
                     check(reduction=reduction)
                 self.reductions[_shown(path)] = reduction
 
-    def select(self, before: Tree, module: Any) -> dict[str, Tree]:
-        """Values of the combined variables after a call of the module, by path; raises if other variables changed."""
+    def select(self, before: SplitModule, module: Any) -> dict[str, Tree]:
+        """Values of the combined variables after a call of the module, by path; raises if others have changed.
+
+        Args:
+          before: the split module from which ``module`` was merged, with the parameters of the call.
+          module: the module after the call.
+        """
         after, values = split_module(module), dict[str, Tree]()
-        old_values = {_shown(path): variable.get_value() for path, variable in _variables(before)}
-        for path, variable in _variables([] if after is None else after.rest):
-            name, value = _shown(path), variable.get_value()
-            if name in self.reductions:
-                values[name] = value
-            elif old_values.get(name) is not value:
-                expected = "a reduction as the class attribute combined_by, of a variable that the loss changes"
-                raise invalid(expected, f"a {type(variable).__name__} without one", name)
+        old_values = {_shown(path): _value(x) for part in (before.params, before.rest) for path, x in _variables(part)}
+        kinds = () if after is None else ((after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED))
+        for part, expected in kinds:
+            for path, variable in _variables(part):
+                name, value = _shown(path), _value(variable)
+                if name in self.reductions:
+                    values[name] = value
+                elif old_values.get(name) is not value:
+                    raise invalid(expected, f"a {type(variable).__name__} that the loss changes", name)
         return values
 
-    def updated(self, module: SplitModule, values: dict[str, Tree]) -> SplitModule:
-        """The module with the combined values of its variables."""
+    def updated(self, module: SplitModule, values: dict[str, Tree], counted: Array) -> SplitModule:
+        """The module with the combined values of its variables; unchanged unless a microbatch ``counted``."""
         if not self.reductions:
             return module
-        flat = [(path, x.replace(values.get(_shown(path), x.get_value()))) for path, x in _variables(module.rest)]
+
+        def new(path: tuple[Any, ...], variable: Any) -> Any:
+            value = values.get(_shown(path))
+            return variable if value is None else variable.replace(jnp.where(counted, value, variable.get_value()))
+
+        flat = [(path, new(path, variable)) for path, variable in _variables(module.rest)]
         return module._replace(rest=sys.modules["flax.nnx"].from_flat_state(flat))
 
 
-def _variables(rest: Tree) -> list[tuple[tuple[Any, ...], Any]]:
-    return [] if isinstance(rest, list) else list(sys.modules["flax.nnx"].to_flat_state(rest))
+def _variables(part: Tree) -> list[tuple[tuple[Any, ...], Any]]:
+    """Paths and variables of a part of an nnx.Module, of which some are plain arrays; none for equinox."""
+    nnx = sys.modules.get("flax.nnx")
+    return list(nnx.to_flat_state(part)) if nnx is not None and isinstance(part, nnx.State) else []
+
+
+def _value(variable: Any) -> Array:
+    return variable.get_value() if hasattr(variable, "get_value") else variable
 
 
 def _shown(path: tuple[Any, ...]) -> str:
@@ -182,8 +203,8 @@ class ModuleLoss(NamedTuple):
 
     def updated(self, module: SplitModule, aux: Tree) -> tuple[SplitModule, Tree]:
         """The module with its combined variables, and the caller's aux, both from the aux of ``loss``."""
-        parts = {"aux": None, "state": {}} if aux is None else aux
-        return self.variables.updated(module, parts["state"]), parts["aux"]
+        parts = {"aux": None, "state": {}, "counted": 0} if aux is None else aux
+        return self.variables.updated(module, parts["state"], parts["counted"] != 0), parts["aux"]
 
 
 def module_loss(loss: Loss, module: SplitModule, positions: int, average: Reduction) -> ModuleLoss:
@@ -210,9 +231,16 @@ def module_loss(loss: Loss, module: SplitModule, positions: int, average: Reduct
         merged = merge_module(rest._replace(params=params, keys=keys))
         output, form = parse_output(loss.function(merged, *loss_args, **kwargs), loss.has_aux)
         forms.append(form)
-        return output._replace(aux={"aux": output.aux, "state": variables.select(rest.rest, merged)})
+        state = variables.select(rest._replace(params=params), merged)
+        counted = 1.0 if state else None
+        return output._replace(aux={"aux": output.aux, "state": state, "counted": counted})
 
-    aux = {"aux": average if loss.aux_reduction is None else loss.aux_reduction, "state": variables.reductions}
+    # The sum of the weights of the state: if it is 0, the reductions have no value and the module keeps its own.
+    aux = {
+        "aux": average if loss.aux_reduction is None else loss.aux_reduction,
+        "state": variables.reductions,
+        "counted": reductions.sum(),
+    }
     changed = replace(loss, function=function, has_aux=False, aux_reduction=aux)
     return ModuleLoss(replace(changed, rng_argnum=at) if has_keys else changed, has_keys, variables, forms)
 
@@ -226,7 +254,7 @@ def module_aware_loss(loss: Loss) -> Loss:
             return loss.function(params, *args, **kwargs)
         module = merge_module(rest._replace(params=params))
         result = loss.function(module, *args, **kwargs)
-        VariableReductions(rest).select(rest.rest, module)  # raises for a changed variable
+        VariableReductions(rest).select(rest._replace(params=params), module)  # raises for a changed variable
         return result
 
     return replace(loss, function=function) if callable(loss.function) else loss

@@ -75,9 +75,13 @@ class _WeightedStep:
         self.step, self.model, self.optimizer = step, model, optimizer
 
     def __call__(self, *args: Any) -> Any:
-        batch = keras.utils.unpack_x_y_sample_weight(args[-1])
-        with no_masks(self.model), self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, *batch)):
+        weight = self.weight(*keras.utils.unpack_x_y_sample_weight(args[-1]))
+        with no_masks(self.model), self.optimizer.weighted(weight):
             return self.step(*args)
+
+    @operation("Accumulate")
+    def weight(self, x: Tree, y: Tree, sample_weight: Tree) -> Array:
+        return weight_of(self.model, self.optimizer.reduction, x, y, sample_weight)
 
 
 class FlushAtEpochEnd(keras.callbacks.Callback):

@@ -20,7 +20,7 @@ from gradcombine.verify.check.case import (
     split_by,
     weights_of,
 )
-from gradcombine.verify.check.leaves import flat
+from gradcombine.verify.check.leaves import flat, widened
 from gradcombine.verify.check.measure import over
 from gradcombine.verify.check.running import Floats, NotWide, Rows, Split
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -50,6 +50,35 @@ def scaled(standard: Standard, case: Case) -> Iterator[Prediction]:
     if abs(factor - 1) > EPSILON:
         floats = [x * factor for x in standard.best.floats]
         yield Prediction(Cause.SCALED, f"by {factor:.6g}", floats, 1 + abs(factor), leaves)
+
+
+def scaled_apart(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries an update whose gradients are multiplied, but whose weight decay is not: ``a * update + b * params``."""
+    subject = standard.subject
+    if not subject.returns_params:
+        return
+    params = [widened(x) for _, x in subject.param_leaves]
+    leaves, allowed = case.among(range(len(params))), standard.allowed(case.wide)
+    one, result, start = (
+        flat([x[i].ravel() / allowed[i] for i in leaves if allowed[i] > 0])
+        for x in (standard.best.floats, case.result.floats, params)
+    )
+    if np.count_nonzero(one) <= FITTED:  # always fits
+        return
+    (a, b), _, rank, _ = np.linalg.lstsq(np.stack([one, start], axis=1), result)
+    if rank < FITTED or abs(a - 1) <= EPSILON or np.abs(b * start).max() <= 1:
+        return  # without an addition beyond rounding, another hypothesis names the factor
+    counts = {case.split.microbatches: "microbatches", case.split.devices: "devices"}
+    number = next((n for n in counts if n > 1 and abs(a - n) <= EPSILON * n), None)
+    size = f"by {a:.6g}" if number is None else f"{number} times the mean; there are {number} {counts[number]}"
+    text = f"{size}; all but {b / (1 - a):.3g} times the parameters, as of weight decay"
+    floats = [*(a * x + b * y.reshape(x.shape) for x, y in zip(standard.best.floats, params, strict=False))]
+    cause = Cause.SCALED if number is None else Cause.SUM
+    yield Prediction(cause, text, [*floats, *standard.best.floats[len(params) :]], 1 + abs(a), leaves)
+
+
+FITTED = 2
+"""Number of coefficients of `scaled_apart`."""
 
 
 def _factor(standard: Standard, case: Case, leaves: Sequence[int]) -> float:
@@ -265,6 +294,8 @@ def _of_microbatches(
         return cause, "it is the sum of the microbatches' separate results"
     if np.ptp(weights) < SAME and (total := standard.total) is not None:
         return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
+    if np.ptp(weights) < SAME and (right := _weights_in_one_batch(standard, pieces, floats)) is not None:
+        return Cause.MEAN_OF_MEANS, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
     if not standard.excluded:
         return None
     low, high = weights.min(), weights.max()
@@ -272,6 +303,20 @@ def _of_microbatches(
     distance = over(float(np.linalg.norm(flat(case.result.floats) - flat(best))), float(np.linalg.norm(flat(best))))
     text = f"the mean of their separate results, with {equal}, is {distance:.2g} of one batch's norm away"
     return Cause.STATISTICS, text
+
+
+def _weights_in_one_batch(standard: Standard, pieces: Sequence[Rows], floats: Sequence[Floats]) -> np.ndarray | None:
+    """Weights, not all equal, with which one batch combines the microbatches' results.
+
+    None if there are none, as with statistics, which couple the examples of one batch.
+    """
+    wide, best, leaves = standard.wide is not None, standard.best.floats, standard.gradients
+    fitted = standard.fit(best, floats, wide, leaves)
+    for x in weights_of(standard, pieces) if fitted is None else [fitted]:
+        shares = standard.shares(best, combined(x, floats), wide, sides=3)[leaves]
+        if abs(x.sum() - 1) < SAME and np.ptp(x) > SAME and shares.max() <= 1:
+            return x
+    return None
 
 
 def _common_norm(results: Sequence[Floats]) -> str | None:

@@ -28,10 +28,10 @@ from gradcombine.verify.check.case import (
     share_in,
     split_by,
 )
-from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled
+from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, HIDDEN, before_update, hidden_by_update
-from gradcombine.verify.check.leaves import flat, is_quantized
+from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
 from gradcombine.verify.check.standard import Standard, combined
@@ -74,8 +74,8 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     worst = int(shares.argmax())
     precision = "float64" if case.wide else "the step's precision"
     text = f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
-    if shares[worst] <= 1 and (integers := [x for _, x in _other_integers(standard, case)]):
-        text = integers[0]
+    if integers := [text for _, text in _other_integers(standard, case)]:
+        text = integers[0] if shares[worst] <= 1 else f"{text}; {integers[0]}"
     if standard.subject.returns_params and not standard.depends_on_order:
         text += "; a step that returns gradients instead of new parameters may show more"
     if standard.subject.returns_params and case.terms is not None:
@@ -118,19 +118,36 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
 
 
 def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
-    """Compares step counts in the result, which one update per microbatch also changes."""
-    for quantized, text in _other_integers(standard, case):
-        if not quantized:
-            yield from moved(standard, case)
-            yield Prediction(Cause.COUNTED, text)
+    """Compares step counts in the result, which one update per microbatch also changes.
+
+    A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise it is
+    named only if nothing else differs: layers count their calls, and random streams their keys.
+    """
+    texts = [text for quantized, text in _other_integers(standard, case) if not quantized]
+    if not texts:
+        return
+    yield from moved(standard, case)
+    if standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1:
+        yield Prediction(Cause.COUNTED, texts[0])
+        return
+    start = [array_of(x) for x in flattened(standard.subject.params)[0] if is_present(x) and not is_float(x)]
+    rows = zip(start, standard.native.integers, case.native.integers, strict=False)
+    ahead = [x if x.dtype == bool else x + (b - a) for x, a, b in rows if x.shape == a.shape]
+    if standard.subject.returns_params and len(ahead) == len(start):
+        try:
+            floats = standard.subject.run(ONE_BATCH, standard.subject.batch, case.wide, counts=ahead).floats
+        except (NotWide, GradCombineError):
+            return
+        yield Prediction(Cause.COUNTED, texts[0], floats, 1)
 
 
 def _other_integers(standard: Standard, case: Case) -> Iterator[tuple[bool, str]]:
     """Yields whether they may be quantized numbers, and a description, for each leaf of integers that differs."""
-    for a, b in zip(standard.native.integers, case.native.integers, strict=True):
+    one = standard.native
+    for name, a, b in zip(one.integer_names, one.integers, case.native.integers, strict=True):
         if np.any(a != b):
             at = np.unravel_index(np.argmax(a != b), a.shape)
-            yield is_quantized(a), f"an integer in the result is {b[at]} instead of {a[at]}"
+            yield is_quantized(a), f"an integer in the result is {b[at]} instead of {a[at]}, in leaf {name}"
 
 
 def rounded(standard: Standard, case: Case) -> Iterator[Prediction]:
@@ -146,8 +163,10 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     if case.leaves is not None or not standard.depends_on_order:
         return
     subject, k = standard.subject, case.split.microbatches
-    if not _draws(standard, case):
+    by_division, by_number = _of_copies(standard, case)
+    if not by_number:
         yield Prediction(Cause.NEIGHBOURS, "no random numbers are drawn, or they do not matter")
+    if not (by_division and by_number):  # otherwise each place in the batch has random numbers of its own
         return
     size = subject.examples // k if subject.examples % k == 0 else 1
     first = list(range(size))
@@ -169,17 +188,23 @@ def _draws(standard: Standard, case: Case) -> bool:
     Random numbers differ between numbers of copies, and between one batch of them and a division. Labels from
     neighboring rows do not, nor does a queue in the state.
     """
+    return all(_of_copies(standard, case))
+
+
+def _of_copies(standard: Standard, case: Case) -> tuple[bool, bool]:
+    """Whether a division of copies of one example, and half as many copies, differ from one batch of them."""
     if not standard.draws:
-        return False
+        return False, False
     subject, n = standard.subject, standard.examples
     leaves = standard.order_dependent or range(len(standard.names))
     copies, half = (subject.rows([standard.heaviest] * m) for m in (n, n // 2))
     try:
         one, divided = (subject.run(x, copies, case.wide).floats for x in (ONE_BATCH, case.split))
-        results = [divided, subject.run(ONE_BATCH, half, case.wide).floats]
+        fewer = subject.run(ONE_BATCH, half, case.wide).floats
     except (NotWide, GradCombineError):
-        return True
-    return all(standard.shares(one, x, case.wide)[leaves].max() > 1 for x in results)
+        return True, True
+    by_division, by_number = (bool(standard.shares(one, x, case.wide)[leaves].max() > 1) for x in (divided, fewer))
+    return by_division, by_number
 
 
 def padded(standard: Standard, case: Case) -> Iterator[Prediction]:
@@ -350,6 +375,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     divided,
     microbatches,
     partial(averaged, by_all=True),
+    scaled_apart,
     linear,
     padded,
     moved,

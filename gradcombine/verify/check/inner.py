@@ -86,7 +86,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         first = [values[i] for i in at]
         second = [divided_values[divided_indices.index(i)] for i in divided.inputs(length)]
         if not _far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
-            return
+            continue
         try:
             inner = Standard(_up_to(subject, length), standard.unit)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
@@ -113,7 +113,8 @@ def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]
         inputs = one.inputs(length)
         if inputs and one.shapes(inputs) == divided.shapes(divided.inputs(length)):
             by_inputs.setdefault(inputs, length)
-    return sorted(by_inputs.values(), key=lambda length: one.shapes(one.inputs(length)) != shapes)
+    # Optimizers of groups of parameters use them in another order.
+    return sorted(by_inputs.values(), key=lambda length: sorted(one.shapes(one.inputs(length))) != sorted(shapes))
 
 
 def _up_to(subject: Subject, length: int) -> Subject:

@@ -41,7 +41,8 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
     changed = np.flatnonzero(standard.shares(divided, undivided, case.wide) > 1).tolist()
     scope = "" if len(changed) == len(one) else f", in {len(changed)} of {len(one)} leaves"
     multiples = [1.0]
-    if sum(np.count_nonzero(addition[i]) for i in changed) > 1:  # any two numbers are multiples
+    sizes = np.abs(flat([addition[i] for i in changed]))
+    if np.count_nonzero(sizes > SAME * sizes.max(initial=0)) > 1:  # any two numbers are multiples
         # Divided by a count of examples or tokens, it is another multiple than for the copies.
         multiples += filter(None, [_factor(difference, dict(enumerate(addition)), changed)])
     for multiple in multiples:

@@ -79,6 +79,11 @@ class Result(NamedTuple):
     forms: tuple[tuple[str, str], ...]
     unequal: tuple[str, ...] = ()
 
+    @property
+    def integer_names(self) -> list[str]:
+        """Paths of `integers`."""
+        return [path for path, form in self.forms if form.startswith(_KINDS["integer"])]
+
     def require_form_of(self, one: Result) -> None:
         """Raises if a leaf has another shape or kind of numbers than in the result of one batch."""
         for (path, form), (_, expected) in zip(self.forms, one.forms, strict=True):

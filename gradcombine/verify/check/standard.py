@@ -57,23 +57,32 @@ class Standard(Measured):
         params = [as_floats(x) for _, x in self.subject.param_leaves]
         if not any(np.any(x) for x in self.best.floats[: len(params)]):
             return "a change of the parameters that is 0"
-        known = [] if self.weights is None else [self.weights]
-        for weights in (*known, *self._counted()):
-            means = np.flatnonzero(self._shares_from(weights)[: len(params)] <= 1)
-            for x, weight in zip(self.columns, weights, strict=True):
-                if x is not None and weight > SAME and any(_differ(x.floats[i], self.best.floats[i]) for i in means):
-                    return ""  # a leaf is linear in examples that differ
         changes = [x.floats[: len(params)] for x in (self.best, *self.columns) if x is not None]
-        if _have_one_size(np.stack([flat(x) for x in changes])):
-            return "the sizes of the gradients: each parameter changes by the same amount, as in Adam's first step"
         leaves = [i for i in range(len(params)) if any(np.any(x[i]) for x in changes)]
-        if _have_one_norm(changes, params, leaves) or all(_have_one_norm(changes, params, [i]) for i in leaves):
-            return "the sizes of the gradients: all changes of the parameters have the same norm, as if it is clipped"
+        linear = self._linear() & set(leaves)
+        for some in [[i] for i in leaves if i not in linear] if linear else [leaves]:
+            hidden = "the sizes of the gradients" + (f" of leaf {self.names[some[0]]}" if linear else "")
+            if _have_one_size(np.stack([flat([x[i] for i in some]) for x in changes])):
+                return f"{hidden}: each parameter changes by the same amount, as in Adam's first step"
+            if _have_one_norm(changes, params, some) or all(_have_one_norm(changes, params, [i]) for i in some):
+                return f"{hidden}: all changes of the parameters have the same norm, as if it is clipped"
+        if linear:
+            return ""
         # A mean of vectors in different directions is smaller than the largest of them.
         norms = [float(np.linalg.norm(flat(x))) for x in changes]
         if not faults and norms[0] >= (1 - SAME_SIZE) * max(norms[1:], default=0) > 0:
             return "the sizes of the gradients: no single example changes the parameters by more than all together do"
         return ""
+
+    def _linear(self) -> set[int]:
+        """Leaves that are linear in examples that differ, and so show the sizes of their gradients."""
+        known, linear = [] if self.weights is None else [self.weights], set[int]()
+        for weights in (*known, *self._counted()):
+            for i in np.flatnonzero(self._shares_from(weights) <= 1):
+                pairs = zip(self.columns, weights, strict=True)
+                if any(x is not None and a > SAME and _differ(x.floats[i], self.best.floats[i]) for x, a in pairs):
+                    linear.add(int(i))
+        return linear
 
     def counts(self) -> Iterator[np.ndarray]:
         """Yields distinct plausible counts of the examples: equal ones, and counts and sums of the leaves' rows."""

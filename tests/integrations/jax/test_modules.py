@@ -248,6 +248,50 @@ def test_train_steps_take_equinox() -> None:
     chex.assert_trees_all_close(arrays(model), arrays(expected), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("by", ["mask", "zeroed"])
+def test_a_window_in_which_nothing_counts_leaves_the_state(by: str) -> None:
+    def of_value(model: Any, x: Any, factor: Any) -> Any:
+        return (model(x) ** 2).mean() * factor
+
+    if by == "mask":
+        function, args, reduction = loss, (X, 0 * MASK), reductions.mean()
+    else:
+        args, reduction = (X, jnp.float32(jnp.inf)), reductions.zeroed(reductions.mean())
+        function = Loss(of_value, batch_argnums=1)
+    model = WithState(nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    value_and_grad(function, 4, reduction=reduction)(model, *args)
+    chex.assert_trees_all_equal(nnx.state(model), before)
+    step = train_step(function, optax.sgd(0.1), microbatches=4, reduction=reduction)
+    model, _, metrics = step(model, step.init(model), *args)
+    assert metrics.applied
+    chex.assert_trees_all_equal(nnx.state(model), before)
+
+
+class Normalized(nnx.Module):
+    """Has a plain array, and a layer that writes its own kernel."""
+
+    def __init__(self, wrapper: Any, rngs: nnx.Rngs) -> None:
+        self.offset, linear = jnp.arange(3.0), nnx.Linear(3, 1, rngs=rngs)
+        self.linear = linear if wrapper is None else wrapper(linear, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x + self.offset[None])[:, 0]
+
+
+def test_an_array_of_a_module_is_a_constant() -> None:
+    model = Normalized(None, nnx.Rngs(0))
+    _, grads = value_and_grad(loss, 4)(model, X, MASK)
+    _, expected = nnx.value_and_grad(value_of(loss))(model, X, MASK)
+    chex.assert_trees_all_close(grads, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("wrapper", [nnx.SpectralNorm, nnx.WeightNorm])
+def test_a_parameter_that_the_loss_changes_raises(wrapper: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"\.kernel.*expected parameters that only the optimizer changes"):
+        value_and_grad(loss, 2)(Normalized(wrapper, nnx.Rngs(0)), X, MASK)
+
+
 @pytest.mark.full
 def test_requests_take_modules() -> None:
     for function, model in ((loss, Linear(nnx.Rngs(0))), (of_equinox, mlp())):

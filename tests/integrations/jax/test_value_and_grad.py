@@ -353,3 +353,12 @@ def test_a_microbatch_that_is_zeroed_counts_in_no_result() -> None:
     for i in (0, 2, 4):
         params, state, metrics = step(params, state, x[i : i + 2])
     assert (float(metrics.value), float(metrics.weight), float(params)) == (10.5, 4.0, 1.625)
+
+
+def test_a_microbatch_without_a_norm_counts_in_no_result() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return (w * x).mean()
+
+    x = jnp.float32([1, 2, 1e25, 1e25, 3, 4])  # the square of the second gradient's norm overflows
+    reduction = reductions.clipped(reductions.zeroed(reductions.mean()), 100)
+    assert jax.jit(value_and_grad(loss, 3, reduction=reduction))(jnp.float32(1), x) == (2.5, 2.5)

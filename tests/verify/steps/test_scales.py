@@ -51,6 +51,10 @@ def added(w: Any, batch: Any, k: int) -> Any:
     return sum(gradient(w, x) for x in parts(batch, k))
 
 
+def halved(w: Any, batch: Any, k: int) -> Any:
+    return weighted(w, batch, k) * w.dtype.type(0.4 if k > 1 else 1)
+
+
 HIDING = {
     "nothing": lambda w, g: np.zeros_like(g),
     "adam": lambda w, g: np.sign(g),
@@ -76,6 +80,54 @@ def test_a_sum_that_is_made_orthogonal_does_not_pass() -> None:
     assert report.verdict is Verdict.CANNOT_TELL, str(report)
 
 
+@pytest.mark.parametrize("name", ["adam", "clipped"])
+@pytest.mark.parametrize("total", [added, weighted])
+def test_a_leaf_that_shows_its_size_says_nothing_of_another(name: str, total: Any) -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            rate = p["w"].dtype.type(0.1)
+            return {
+                "b": p["b"] - rate * weighted(p["b"], batch, k),
+                "w": p["w"] - rate * HIDING[name](p["w"], total(p["w"], batch, k)),
+            }
+
+        return step
+
+    report = check_step(make_step, {"b": W, "w": W[::-1].copy()}, BATCH, microbatches=(2,), returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL, str(report)
+    assert "the sizes of the gradients of leaf ['w']" in report.not_checked[0]
+
+
+@pytest.mark.usefixtures("as_users_do")
+@pytest.mark.parametrize(("total", "cause"), [("weighted", None), ("means", Cause.MEAN_OF_MEANS), ("added", Cause.SUM)])
+def test_a_group_of_parameters_whose_optimizer_hides_a_factor(total: str, cause: Cause | None) -> None:
+    import jax
+    import optax
+
+    groups = {"bias": optax.sgd(0.1), "matrix": optax.adam(0.01)}
+    tx = optax.multi_transform(groups, {"w": "matrix", "z": "bias"})  # in another order than the leaves
+
+    def loss(p: Any, batch: Any) -> Any:
+        return (batch["real"] * (batch["x"] @ p["w"] + p["z"] - batch["y"]) ** 2).sum()
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            pieces = [{name: x[i * 8 // k : (i + 1) * 8 // k] for name, x in batch.items()} for i in range(k)]
+            grads, count = [jax.grad(loss)(p, x) for x in pieces], batch["real"].sum()
+            counts = [k * x["real"].sum() if total == "means" else count for x in pieces]
+            w = sum(g["w"] / n for g, n in zip(grads, counts, strict=True)) * (k if total == "added" else 1)
+            updates, _ = tx.update({"w": w, "z": sum(g["z"] for g in grads) / count}, tx.init(p), p)
+            return optax.apply_updates(p, updates)
+
+        return jax.jit(step)
+
+    batch = BATCH | {"real": np.float32([1, 1, 1, 1, 1, 0, 0, 1])}
+    params = {"w": W, "z": np.float32(0.1)}
+    report = check_step(make_step, params, batch, microbatches=(2,), returns="params")
+    assert report.cause is cause, str(report)
+    assert report.passes is (cause is None)
+
+
 def test_parameters_that_do_not_change_show_nothing_beside_a_loss() -> None:
     def make_step(k: int) -> Any:
         return lambda w, batch: (w.copy(), weighted(w, batch, k).sum())
@@ -93,6 +145,16 @@ def test_sgd_shows_the_size_of_the_gradients(name: str, batch: str, rate: float)
         report = check_step(make, W, BATCHES[batch], microbatches=(2,), returns="params")
         assert report.passes is passes, str(report)
         assert report.verdict is not Verdict.CANNOT_TELL, str(report)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.1, 1e-2])
+@pytest.mark.parametrize("decay", [1e-1, 1e-4])
+@pytest.mark.parametrize(("total", "cause"), [(added, Cause.SUM), (halved, Cause.SCALED)])
+def test_a_factor_is_named_beside_weight_decay(rate: float, decay: float, total: Any, cause: Cause) -> None:
+    make = updated(lambda w, g: g + w * w.dtype.type(decay), total, rate)
+    report = check_step(make, W, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is cause, str(report)
+    assert "all but" not in str(report) or f"{-rate * decay:.3g} times the parameters" in str(report)
 
 
 @pytest.mark.parametrize("rate", [1e-5, 1e-7])

@@ -1,0 +1,125 @@
+"""Defects whose results resemble those of another cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from gradcombine.verify import Cause, check_step
+
+pytestmark = [pytest.mark.needs("jax", "optax", "flax"), pytest.mark.usefixtures("as_users_do")]
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 5)).astype(np.float32),
+    "y": RNG.normal(size=16).astype(np.float32),
+    "length": np.float32(RNG.integers(1, 9, 16)),
+}
+PARAMS = {"b": np.float32(0.1), "w": RNG.normal(size=5).astype(np.float32)}
+
+
+def parts(batch: Any, k: int) -> list[Any]:
+    return [jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch) for i in range(k)]
+
+
+def of_groups(p: Any, batch: Any) -> Any:
+    """Policy loss with advantages relative to each group of four examples, summed over tokens."""
+    reward = batch["y"].reshape(-1, 4)
+    advantage = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-4)
+    return -(advantage.ravel() * jax.nn.log_sigmoid(batch["x"] @ p["w"] + p["b"]) * batch["length"]).sum()
+
+
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("means", [False, True])
+def test_means_of_groups_are_no_statistics_of_a_microbatch(means: bool, k: int) -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            def loss(p: Any, part: Any) -> Any:
+                count = part["length"].sum() * k if means else batch["length"].sum()
+                return of_groups(p, part) / count
+
+            return jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(k,))
+    assert report.cause is (Cause.MEAN_OF_MEANS if means else None), str(report)
+    assert report.allowing("statistics").passes is not means
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner, self.dropout = nnx.Linear(5, 4, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
+        self.outer = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.outer(self.dropout(self.inner(x)))[:, 0]
+
+
+def test_a_count_of_random_keys_is_no_step_count() -> None:
+    model = Model(nnx.Rngs(0))
+    graph, state = nnx.split((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)))
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            model, optimizer = nnx.merge(graph, state)
+
+            def loss(model: Any, part: Any) -> Any:
+                return ((model(part["x"]) - part["y"]) ** 2).sum() / len(batch["y"])
+
+            grads = [nnx.grad(loss)(model, part) for part in parts(batch, k)]
+            optimizer.update(model, jax.tree.map(lambda *x: sum(x), *grads))
+            return nnx.state((model, optimizer))
+
+        return jax.jit(step)
+
+    report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is Cause.RANDOM, str(report)
+
+
+@pytest.mark.parametrize("by_means", [False, True])
+def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            keys = jax.random.split(jax.random.key(0), len(batch["y"]))
+            noise = jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
+
+            def loss(p: Any, part: Any) -> Any:
+                errors = (part["x"] + part["noise"]) @ p["w"] + p["b"] - part["y"]
+                count = part["length"].sum() * k if by_means else batch["length"].sum()
+                return (errors**2 * part["length"]).sum() / count
+
+            grads = [jax.grad(loss)(p, part) for part in parts(batch | {"noise": noise}, k)]
+            return jax.tree.map(lambda *x: sum(x), *grads)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    assert report.passes is not by_means, str(report)
+    assert report.cause not in (Cause.NEIGHBOURS, Cause.KEY, Cause.STATISTICS), str(report)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_sum_is_no_addition_if_adam_hides_it_in_most_leaves(by_hand: bool) -> None:
+    tx = optax.multi_transform({"adam": optax.adam(0.01), "sgd": optax.sgd(0.1)}, {"w": "adam", "b": "sgd"})
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            def loss(p: Any) -> Any:
+                return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
+
+            grads = jax.tree.map(lambda g: g * k, jax.grad(loss)(p))
+            if by_hand:
+                return {"w": p["w"] - 0.01 * grads["w"] / (abs(grads["w"]) + 1e-8), "b": p["b"] - 0.1 * grads["b"]}
+            return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns="params")
+    assert report.cause in (Cause.SUM, Cause.SCALED), str(report)
