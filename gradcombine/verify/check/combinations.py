@@ -296,7 +296,7 @@ def _of_microbatches(
         return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
     if np.ptp(weights) < SAME and (right := _weights_in_one_batch(standard, pieces, floats)) is not None:
         return Cause.MEAN_OF_MEANS, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
-    if not standard.excluded:
+    if not standard.excluded or standard.has_denominators:
         return None
     low, high = weights.min(), weights.max()
     equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"

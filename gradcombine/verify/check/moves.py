@@ -215,8 +215,12 @@ def decayed(standard: Standard, case: Case) -> Iterator[Prediction]:
         for weights, simulate in product(weights_of(standard, pieces), (at_start, at_each)):
             try:
                 factor, predicted = solved(simulate, pieces, weights)
+                without = simulate(pieces, weights, 0)
             except (NotWide, ValueError):
                 continue
+            errors = [float(np.linalg.norm(flat(result) - flat(x))) for x in (predicted, without)]
+            if errors[1] < 4 * errors[0]:
+                continue  # the weights explain the difference, not the factor
             detail = f"by {factor:.6g} times themselves at each microbatch{split_by(name)}"
             yield Prediction(Cause.MOVED, detail, [*predicted, *others], len(pieces), range(len(start)))
 

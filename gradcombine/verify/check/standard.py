@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
-from gradcombine.verify.check.running import ONE_BATCH, Floats, Result, Rows, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
 
 SAME = 0.01
 """Distance from fitted coefficients to those of a hypothesis within which the hypothesis itself is tested."""
@@ -26,6 +28,12 @@ CERTAIN = 1e3
 
 SAME_SIZE = 0.05
 """Relative difference of changes of the same size; twice that part of the parameters may change otherwise."""
+
+POINTS_OF_TWO = 5
+"""Number of mixtures of two examples to which the three coefficients of two means are fitted."""
+
+MOST_COUNTS = 3
+"""Maximal number of counts of the examples to try for them."""
 
 MIN_CHANGES = 3
 """Smallest number of changes of the same size that is not by chance."""
@@ -158,6 +166,36 @@ class Standard(Measured):
         coefficients = np.linalg.lstsq(matrix.T, target, rcond=1 / max(largest, 1))[0]
         residual = np.linalg.norm(coefficients @ matrix - target)
         return bool(np.linalg.norm(coefficients) > 2 or residual > (2 + np.abs(coefficients).sum()) * len(every))
+
+    @cached_property
+    def has_denominators(self) -> bool:
+        """Whether one batch is a sum of two means with different weights, by counts and by examples.
+
+        Of p copies of one example and q of another, it is then ``a + b * p c / (p c + q d) + e * p / (p + q)`` for
+        their counts c and d, which statistics of the batch, nonlinear in p, are not.
+        """
+        n, wide = self.examples, self.wide is not None
+        number = np.unique(np.linspace(0, n, POINTS_OF_TWO).astype(int))
+        for counts in islice((x for x in self.counts() if x.min() >= 0 and np.ptp(x) > 0), MOST_COUNTS):
+            first, second = int(counts.argmax()), int(counts.argmin())
+            batches = [self.subject.rows([first] * p + [second] * (n - p)) for p in number.tolist()]
+            try:
+                results = [self.subject.run(ONE_BATCH, batch, wide).floats for batch in batches]
+            except (NotWide, GradCombineError):
+                continue
+            by_count = number * counts[first] / (number * counts[first] + (n - number) * counts[second] + (number == 0))
+            basis = np.stack([np.ones(len(number)), by_count, number / n], axis=1)
+            columns = [np.stack(x) for x in zip(*results, strict=True)]
+            fitted = [np.tensordot(basis @ np.linalg.pinv(basis), x, 1) for x in columns]
+            pairs = zip(results, zip(*fitted, strict=True), strict=True)
+            varies = any(_differ(x[i], x[0]) for x in columns for i in range(len(number)))
+            if (
+                varies  # copies of one example in each group of a microbatch may cancel
+                and len(number) == POINTS_OF_TWO
+                and all(self.shares(a, b, wide, 4).max() <= 1 for a, b in pairs)
+            ):
+                return True
+        return False
 
     @cached_property
     def total(self) -> float | None:

@@ -53,6 +53,68 @@ def test_means_of_groups_are_no_statistics_of_a_microbatch(means: bool, k: int) 
     assert report.allowing("statistics").passes is not means
 
 
+@pytest.mark.parametrize("returns", ["gradients", "params"])
+def test_a_term_by_the_wrong_denominator_is_no_statistics(returns: str) -> None:
+    """A mean over examples beside one over tokens, both weighted by tokens: not explained without the terms."""
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            def loss(p: Any, part: Any) -> Any:
+                scores = part["x"] @ p["w"] + p["b"]
+                main = ((scores - part["y"]) ** 2 * part["length"]).sum() / part["length"].sum()
+                return (main + (scores**4).mean()) * part["length"].sum() / batch["length"].sum()
+
+            grads = jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+            return grads if returns == "gradients" else jax.tree.map(lambda x, g: x - 0.1 * g, p, grads)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns=returns)
+    assert report.cause is Cause.UNEXPLAINED, str(report)
+    assert not report.allowing("statistics").passes
+
+
+@pytest.mark.parametrize("statistic", ["normalized", "contrasted", "balanced"])
+def test_statistics_are_named(statistic: str) -> None:
+    def make_step(k: int) -> Any:
+        def loss(p: Any, part: Any) -> Any:
+            scores = part["x"] @ p["w"] + p["b"]
+            if statistic == "normalized":
+                scores = (scores - scores.mean()) / jnp.sqrt(scores.var() + 0.1)
+            if statistic == "contrasted":
+                scores = jax.nn.log_softmax(scores)
+            if statistic == "balanced":
+                shares = jax.nn.softmax(scores[:, None] * jnp.float32([1, -1]), axis=-1).mean(0)
+                return (shares**2).sum()
+            return ((scores - part["y"]) ** 2).mean()
+
+        def step(p: Any, batch: Any) -> Any:
+            return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    assert report.cause is Cause.STATISTICS, str(report)
+
+
+def test_groups_that_are_divided_are_statistics() -> None:
+    """Copies of one example in a group have no advantage, so mixtures of copies show nothing."""
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            def loss(p: Any, part: Any) -> Any:
+                return of_groups(p, part) / batch["length"].sum()
+
+            # Every k-th example, so that the groups are others than in one batch.
+            strided = [jax.tree.map(lambda x, i=i: x[i::k], batch) for i in range(k)]
+            return jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, part) for part in strided))
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    assert report.cause is Cause.STATISTICS, str(report)
+
+
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner, self.dropout = nnx.Linear(5, 4, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
