@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 
 import numpy as np
@@ -13,6 +12,7 @@ from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import OnContributions, Reduction, Wrapper, described
+from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
 from gradcombine.settings import check, valid
 from gradcombine.sparse import densify, is_row_sparse, row_slices
@@ -112,15 +112,15 @@ class Zeroed(OnContributions):
 
 
 def zeroed_weight(reduction: Reduction, value: Tree, weight: Scalar) -> Scalar:
-    """The weight of a contribution: 0 if a `zeroed` among the reduction and its wrappers skips it."""
-    changes, has_zeroed = list[Callable[[Tree, Scalar], tuple[Tree, Scalar]]](), False
+    """The weight of a contribution that is not numbered yet: 0 if a `zeroed` among the wrappers skips it."""
+    reduction, changes = without_numbers(reduction), list[OnContributions]()
     while isinstance(reduction, Wrapper):
         if isinstance(reduction, OnContributions):
-            changes.append(reduction.changed)
-        has_zeroed |= isinstance(reduction, Zeroed)
+            changes.append(reduction)
         reduction = reduction.of
-    for change in changes if has_zeroed else ():  # a wrapper outside may change whether the contribution is finite
-        value, weight = change(value, weight)
+    if any(isinstance(x, Zeroed) for x in changes):
+        for wrapper in changes:  # a wrapper around it may change whether the contribution is finite
+            value, weight = wrapper.changed(value, weight)
     return weight
 
 
