@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -34,6 +35,12 @@ POINTS_OF_TWO = 5
 
 MOST_COUNTS = 3
 """Maximal number of counts of the examples to try for them."""
+
+PART = re.compile(r"\.\w+|\[[^\]]*\]")
+"""A part of a leaf's path."""
+
+MIN_SIGNS, SAME_SIGNS = 8, 0.9
+"""Minimal number of elements, and part of their signs, that two leaves share if one is a moment of the other."""
 
 MIN_CHANGES = 3
 """Smallest number of changes of the same size that is not by chance."""
@@ -68,7 +75,8 @@ class Standard(Measured):
         changes = [x.floats[: len(params)] for x in (self.best, *self.columns) if x is not None]
         leaves = [i for i in range(len(params)) if any(np.any(x[i]) for x in changes)]
         linear = self._linear() & set(leaves)
-        for some in [[i] for i in leaves if i not in linear] if linear else [leaves]:
+        unseen = [i for i in leaves if i not in linear and not any(self._is_moment(j, i, changes) for j in linear)]
+        for some in [[i] for i in unseen] if linear else [leaves]:
             hidden = "the sizes of the gradients" + (f" of leaf {self.names[some[0]]}" if linear else "")
             if _have_one_size(np.stack([flat([x[i] for i in some]) for x in changes])):
                 return f"{hidden}: each parameter changes by the same amount, as in Adam's first step"
@@ -91,6 +99,18 @@ class Standard(Measured):
                 if any(x is not None and a > SAME and _differ(x.floats[i], self.best.floats[i]) for x, a in pairs):
                     linear.add(int(i))
         return linear
+
+    def _is_moment(self, leaf: int, of: int, changes: Sequence[Floats]) -> bool:
+        """Whether a leaf is an optimizer's moment of another one, by its longer path with the same end or its signs."""
+        a, b = (np.stack([x[i] for x in changes]) for i in (leaf, of))
+        if a.shape != b.shape:
+            return False
+        name, other = (PART.findall(self.names[i]) for i in (leaf, of))
+        if len(name) > len(other) and name[-len(other[1:] or other) :] == (other[1:] or other):
+            return True
+        middle = (b.max(axis=0) + b.min(axis=0)) / 2  # a weight decay moves both signs
+        agreement = max(abs(float(np.mean(np.sign(a) * np.sign(b - x)))) for x in (0, middle))
+        return a[0].size >= MIN_SIGNS and agreement >= SAME_SIGNS
 
     def counts(self) -> Iterator[np.ndarray]:
         """Yields distinct plausible counts of the examples: equal ones, and counts and sums of the leaves' rows."""

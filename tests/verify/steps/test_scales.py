@@ -98,6 +98,29 @@ def test_a_leaf_that_shows_its_size_says_nothing_of_another(name: str, total: An
     assert "the sizes of the gradients of leaf ['w']" in report.not_checked[0]
 
 
+@pytest.mark.parametrize("total", [added, weighted])
+@pytest.mark.parametrize("path", [True, False])
+def test_a_moment_shows_the_size_of_a_leaf(path: bool, total: Any) -> None:
+    """A state's moment is found by its path, or without one by the signs of eight elements or more."""
+    w = W if path else np.concatenate([W, -W])
+    batch = BATCH if path else BATCH | {"x": RNG.normal(size=(8, 10)).astype(np.float32)}
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            params = state[0]
+            w = params["w"] if path else params
+            g = total(w, batch, k)
+            new, m = w - HIDING["adamw"](w, g) * w.dtype.type(0.1), g * w.dtype.type(0.1)
+            return ({"w": new}, {"mean": {"w": m}}) if path else (new, m)
+
+        return step
+
+    zeros = np.zeros_like(w)
+    state = ({"w": w}, {"mean": {"w": zeros}}) if path else (w, zeros)
+    report = check_step(make_step, state, batch, microbatches=(2,), returns="params")
+    assert report.verdict is (Verdict.PASSES if total is weighted else Verdict.FAILS), str(report)
+
+
 @pytest.mark.usefixtures("as_users_do")
 @pytest.mark.parametrize(("total", "cause"), [("weighted", None), ("means", Cause.MEAN_OF_MEANS), ("added", Cause.SUM)])
 def test_a_group_of_parameters_whose_optimizer_hides_a_factor(total: str, cause: Cause | None) -> None:
