@@ -60,8 +60,8 @@ def test_what_crosses_islands(fragments: int) -> None:
     for body in loops:
         at_end = exchanged(program, body)
         assert all(crosses for crosses, _ in at_end)
-        # The weight and the count add a few bytes.
-        assert sum(size for _, size in at_end) == pytest.approx(BYTES / fragments, rel=1e-3)
+        # At most four scalars more, such as the weight and the count.
+        assert 0 <= sum(size for _, size in at_end) - BYTES // fragments <= 16
 
 
 def exchanged(program: Any, name: str) -> list[tuple[bool, int]]:

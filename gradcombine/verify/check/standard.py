@@ -101,17 +101,20 @@ class Standard(Measured):
         return linear
 
     def _is_moment(self, leaf: int, of: int, changes: Sequence[Floats]) -> bool:
-        """Whether a leaf is an optimizer's moment of another one, by its longer path with the same end or its signs."""
-        a, b = (np.stack([x[i] for x in changes]) for i in (leaf, of))
-        if a.shape != b.shape:
+        """Whether a leaf is an optimizer's moment of another one, which changes by steps in its direction or opposed.
+
+        Leaves of few elements may agree by chance, so theirs also need a path with the same end.
+        """
+        if self.best.floats[leaf].shape != self.best.floats[of].shape:
             return False
         name, other = (PART.findall(self.names[i]) for i in (leaf, of))
-        if len(name) > len(other) and name[-len(other[1:] or other) :] == (other[1:] or other):
-            return True
-        middle = (b.max(axis=0) + b.min(axis=0)) / 2  # a weight decay moves both signs
-        agreement = max(abs(float(np.mean(np.sign(a) * np.sign(b - x)))) for x in (0, middle))
-        ends_alike = len(name) == len(other) > 1 and name[1:] == other[1:]  # as in (params, moments)
-        return (ends_alike or a[0].size >= MIN_SIGNS) and agreement >= SAME_SIGNS
+        end = other[1:] or other  # without the place of the parameters in the state, as in (params, moments)
+        if self.best.floats[leaf].size < MIN_SIGNS and name[-len(end) :] != end:
+            return False
+        a, b = (np.stack([x[i] for x in changes]) for i in (leaf, of))
+        # Differences between examples are free of a weight decay.
+        pairs = [np.sign(a) * np.sign(b), np.sign(np.diff(a, axis=0)) * np.sign(_steps(b))]
+        return any(np.count_nonzero(x) and abs(x.sum()) >= SAME_SIGNS * np.count_nonzero(x) for x in pairs)
 
     def counts(self) -> Iterator[np.ndarray]:
         """Yields distinct plausible counts of the examples: equal ones, and counts and sums of the leaves' rows."""
@@ -197,6 +200,8 @@ class Standard(Measured):
         """
         n, wide = self.examples, self.wide is not None
         number = np.unique(np.linspace(0, n, POINTS_OF_TWO).astype(int))
+        if len(number) < POINTS_OF_TWO:
+            return False
         for counts in islice((x for x in self.counts() if x.min() >= 0 and np.ptp(x) > 0), MOST_COUNTS):
             first, second = int(counts.argmax()), int(counts.argmin())
             batches = [self.subject.rows([first] * p + [second] * (n - p)) for p in number.tolist()]
@@ -204,17 +209,15 @@ class Standard(Measured):
                 results = [self.subject.run(ONE_BATCH, batch, wide).floats for batch in batches]
             except (NotWide, GradCombineError):
                 continue
-            by_count = number * counts[first] / (number * counts[first] + (n - number) * counts[second] + (number == 0))
+            weights = number * counts[first], (n - number) * counts[second]
+            by_count = weights[0] / np.where(number == 0, 1, weights[0] + weights[1])
             basis = np.stack([np.ones(len(number)), by_count, number / n], axis=1)
             columns = [np.stack(x) for x in zip(*results, strict=True)]
             fitted = [np.tensordot(basis @ np.linalg.pinv(basis), x, 1) for x in columns]
+            # Copies of one example may cancel in each group of a batch, which shows nothing.
+            varies = any(_differ(x[i], x[0]) for x in columns for i in range(1, len(number)))
             pairs = zip(results, zip(*fitted, strict=True), strict=True)
-            varies = any(_differ(x[i], x[0]) for x in columns for i in range(len(number)))
-            if (
-                varies  # copies of one example in each group of a microbatch may cancel
-                and len(number) == POINTS_OF_TWO
-                and all(self.shares(a, b, wide, 4).max() <= 1 for a, b in pairs)
-            ):
+            if varies and all(self.shares(a, b, wide, 4).max() <= 1 for a, b in pairs):
                 return True
         return False
 
@@ -340,6 +343,12 @@ def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]
 
 def _differ(x: np.ndarray, y: np.ndarray) -> bool:
     return bool(np.linalg.norm(x - y) > SAME * np.linalg.norm(y))
+
+
+def _steps(changes: np.ndarray) -> np.ndarray:
+    """Returns the differences of successive rows; 0 for those that are small in comparison."""
+    differences = np.diff(changes, axis=0)
+    return np.where(np.abs(differences) > SAME_SIZE * np.abs(differences).max(initial=0), differences, 0)
 
 
 def _have_one_size(changes: np.ndarray) -> bool:

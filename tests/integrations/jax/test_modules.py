@@ -266,6 +266,12 @@ def test_a_window_in_which_nothing_counts_leaves_the_state(by: str) -> None:
     model, _, metrics = step(model, step.init(model), *args)
     assert metrics.applied
     chex.assert_trees_all_equal(nnx.state(model), before)
+    step = train_step(function, optax.sgd(0.1), every=2, reduction=reduction)
+    state = step.init(model, *args)
+    for applied in (False, True):
+        model, state, metrics = step(model, state, *args)
+        assert metrics.applied == applied
+        chex.assert_trees_all_equal(nnx.state(model), before)
 
 
 class Normalized(nnx.Module):

@@ -12,6 +12,7 @@ import pytest
 from optax import contrib
 
 import gradcombine as gc
+from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import MultiSteps, accumulate, skip_not_finite
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -158,3 +159,27 @@ def test_tree_get_finds_the_counts() -> None:
     _, state = train(accumulate(optax.adam(0.1), 2, skip=skip_not_finite()), GRADS[:3], PARAMS)
     counters = {name: int(optax.tree.get(state, name)) for name in ("step", "index", "skipped", "num_not_finite")}
     assert counters == {"step": 1, "index": 1, "skipped": 0, "num_not_finite": 0}
+
+
+@pytest.mark.parametrize("window", ["accumulate", "every", "microbatches"])
+def test_a_snapshot_holds_the_norm_of_a_windows_gradient(window: str) -> None:
+    tx = optax.chain(optax.snapshot("grad_norm", optax.tree.norm), optax.sgd(1.0))
+    params, x = jnp.float32([0, 0]), jnp.float32([[1, 2], [5, 6]])
+
+    def loss(w: Any, x: Any) -> Any:
+        return (x @ w).mean()
+
+    if window == "accumulate":
+        wrapped = accumulate(tx, every=2)
+        state = wrapped.init(params)
+        for row in x:
+            _, state = wrapped.update(row, state, params)
+    elif window == "every":
+        step = train_step(loss, tx, every=2)
+        state = step.init(params)
+        for row in x:
+            params, state, _ = step(params, state, row[None])
+    else:
+        step = train_step(loss, tx, microbatches=2)
+        _, state, _ = step(params, step.init(params), x)
+    assert float(optax.tree.get(state, "grad_norm")) == 5.0  # of (3, 4)

@@ -163,8 +163,7 @@ def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
         return jax.jit(step)
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
-    assert report.passes is not by_means, str(report)
-    assert report.cause not in (Cause.NEIGHBOURS, Cause.KEY, Cause.STATISTICS), str(report)
+    assert report.cause is (Cause.UNEXPLAINED if by_means else None), str(report)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -184,4 +183,4 @@ def test_a_sum_is_no_addition_if_adam_hides_it_in_most_leaves(by_hand: bool) -> 
         return jax.jit(step)
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns="params")
-    assert report.cause in (Cause.SUM, Cause.SCALED), str(report)
+    assert report.cause is Cause.SUM, str(report)
