@@ -49,7 +49,7 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     differing = tuple(np.flatnonzero(shares > 1).tolist())
     order_dependent = standard.order_dependent
-    if order_dependent and differing and _draws(standard, case):
+    if order_dependent and differing and all(_of_copies(standard, case)):
         order_dependent = []
     order_free = tuple(i for i in differing if i not in order_dependent)
     leaves = order_free or differing
@@ -182,17 +182,12 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")
 
 
-def _draws(standard: Standard, case: Case) -> bool:
-    """Whether leaves that depend on the order of the examples vary even if all examples are copies of one.
-
-    Random numbers differ between numbers of copies, and between one batch of them and a division. Labels from
-    neighboring rows do not, nor does a queue in the state.
-    """
-    return all(_of_copies(standard, case))
-
-
 def _of_copies(standard: Standard, case: Case) -> tuple[bool, bool]:
-    """Whether a division of copies of one example, and half as many copies, differ from one batch of them."""
+    """Whether a division of copies of one example, and half as many copies, differ from one batch of them.
+
+    Both do if microbatches draw random numbers. Labels from neighboring rows do not differ, nor does a queue in the
+    state.
+    """
     if not standard.draws:
         return False, False
     subject, n = standard.subject, standard.examples
@@ -203,9 +198,16 @@ def _of_copies(standard: Standard, case: Case) -> tuple[bool, bool]:
         fewer = subject.run(ONE_BATCH, half, case.wide).floats
     except (NotWide, GradCombineError):
         return True, True
-    # In the step's precision, as in float64 casts of random numbers may still round.
-    by_division, by_number = (bool(standard.shares(one, x, wide=False)[leaves].max() > 1) for x in (divided, fewer))
-    return by_division, by_number
+
+    def differs(x: Floats) -> bool:
+        shares = standard.shares(one, x, case.wide)
+        return any(shares[i] > 1 and np.linalg.norm(x[i] - one[i]) > DRAWN * np.linalg.norm(one[i]) for i in leaves)
+
+    return differs(divided), differs(fewer)
+
+
+DRAWN = 2.0**-16
+"""Smallest relative difference by other random numbers; float32 ones may round in a float64 run, too."""
 
 
 def padded(standard: Standard, case: Case) -> Iterator[Prediction]:
