@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -24,14 +24,13 @@ from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import as_floats, is_quantized
+from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
     REPEATED,
     Floats,
     NotFiniteError,
-    NotWide,
     Result,
     Split,
     Step,
@@ -81,7 +80,7 @@ def check_step(
         metrics. ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
         parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
         clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
-        compared.
+        compared. Except in PyTorch, a second step is compared, too: it shows how often moments that start at 0 decay.
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
@@ -172,7 +171,6 @@ def checked(
     reference_floats, source = _reference(standard, reference)
     faults: dict[Cause, Fault] = {}
     runs: list[StepRun] = []
-    hidden: list[bool] = []
 
     def add(run: str, cause: Cause, detail: str = "", line: str = "") -> None:
         faults.setdefault(cause, Fault(cause, run, detail, line))
@@ -197,25 +195,11 @@ def checked(
         return runs[-1]
 
     def distance(name: str, split: Split, batch: Tree, result: Result, reverse: bool = False) -> float:
-        """Records a run; returns its distance from one batch over the bound, in float64 for narrow dtypes."""
+        """Records a run; returns its distance from one batch over the bound."""
         reordered = reverse and standard.depends_on_order
         one = standard.one_reversed if reverse else standard.native
-        measured = measure(name, result, one, None if reordered else reference_floats)
-        if _integers_differ(result, standard.native) and not _rounded(standard, split, batch, result):
-            return float("inf")
-        if measured.invariance > 1 or not standard.is_narrow:
-            return measured.invariance
-        try:
-            wide_one = standard.in_float64(ONE_BATCH, batch) if reordered else standard.wide
-            wide = None if wide_one is None else standard.in_float64(split, batch)
-        except NotWide:
-            wide_one = wide = None
-        hidden.append(wide is None)
-        if wide_one is None or wide is None:
-            return measured.invariance
-        if not reordered and standard.rounds_more(result, wide.floats):
-            return float("inf")
-        return float(standard.float32_shares(wide.floats, wide_one.floats).max())
+        measure(name, result, one, None if reordered else reference_floats)
+        return standard.distance(split, batch, result, reverse)
 
     one_run = measure(str(ONE_BATCH), standard.native, standard.native, reference_floats)
     for i, split in enumerate([ONE_BATCH, *splits]):
@@ -267,6 +251,8 @@ def checked(
             reversed_standard = Standard(subject.on(in_reverse), unit)
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(name, cause, detail)
+    if not faults and subject.returns_params and subject.framework != "torch":  # whose optimizers' states are not seen
+        faults = {x.cause: x for x in _in_second_step(standard, unit, splits, terms)}
     if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
@@ -274,7 +260,7 @@ def checked(
     # Steps narrower than float32 are also compared in float64, and new parameters up to the gradients.
     compared = standard.is_narrow or standard.gradient_examined or subject.framework == "torch"
     coarse = COARSE < of_result < np.inf and not compared
-    if any(hidden) or coarse:
+    if standard.is_coarse or coarse:
         of_params = standard.hidden_fraction([as_floats(x) for _, x in subject.param_leaves])
         sizes = f"smaller than {of_result:.2g} of the result, or {of_params:.2g} of the parameters"
         not_checked.append(f"differences {sizes}, which rounding hides")
@@ -299,32 +285,47 @@ COARSE = 0.1
 its rounding."""
 
 
+def _in_second_step(
+    standard: Standard, unit: float | None, splits: Sequence[Split], terms: Terms | None
+) -> Iterator[Fault]:
+    """Yields the first fault of a second step, which starts from the result of one batch.
+
+    The first step hides how often a moment that starts at 0 decays, or the moving average of parameters that starts
+    equal to them.
+    """
+    later, batch, second = standard.subject.after_one_batch(), standard.subject.batch, None
+    try:
+        one = later.run(ONE_BATCH, batch)
+    except GradCombineError:  # the step does not accept its own result
+        return
+    for split in splits:
+        name = f"{split} in the second step"
+        try:
+            result = later.run(split, batch)
+        except NotFiniteError as error:
+            yield Fault(Cause.NOT_FINITE, name, f"in leaf {error.path}")
+            return
+        near = standard.shares(result.floats, one.floats, wide=False).max() <= 1
+        if near and not standard.is_narrow and not result.differs_in_integers(one):
+            continue
+        second = second or Standard(later, unit)
+        if second.distance(split, batch, result) > 1:
+            cause, detail, line = explain(second, case_of(second, split, result, terms))
+            yield Fault(cause, name, detail, line)
+            return
+
+
 def _differs(a: Result, b: Result) -> bool:
     """Whether two results of the same call differ by more than the order of additions explains."""
     far = any(
         rms(x - y) > REPEATED * rounding_unit(dtype) * rms(x)
         for x, y, dtype in zip(a.floats, b.floats, a.dtypes, strict=True)
     )
-    return far or _integers_differ(a, b)
+    return far or a.differs_in_integers(b)
 
 
 def _not_repeatable(run: str) -> StepReport:
     return StepReport((Fault(Cause.STATE, run),), (), "", ("all divisions",))
-
-
-def _integers_differ(a: Result, b: Result) -> bool:
-    return any(x.shape != y.shape or np.any(x != y) for x, y in zip(a.integers, b.integers, strict=True))
-
-
-def _rounded(standard: Standard, split: Split, batch: Tree, result: Result) -> bool:
-    """Whether integers differ by rounding alone: quantized numbers by at most 1, and not at all in float64."""
-    for x, y in zip(result.integers, standard.native.integers, strict=True):
-        if np.any(x != y) and not (is_quantized(y) and np.abs(x.astype(np.int64) - y).max() <= 1):
-            return False
-    try:
-        return standard.wide is not None and not _integers_differ(standard.in_float64(split, batch), standard.wide)
-    except NotWide:
-        return False
 
 
 def splits_of(microbatches: Sequence[int], devices: Sequence[int], examples: int) -> list[Split]:

@@ -22,7 +22,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.leaves import as_floats, flat, perturbation
+from gradcombine.verify.check.leaves import as_floats, flat, is_quantized, perturbation
 from gradcombine.verify.check.running import (
     ONE_BATCH,
     Floats,
@@ -69,9 +69,10 @@ class Measured:
       draws: whether the step may draw random numbers.
       noise: the measured rounding noise of each leaf.
       gradient_examined: whether the gradient that reaches an optimizer has been examined.
+      is_coarse: whether a division of a step with narrow dtypes could not be compared in float64.
     """
 
-    gradient_examined = False
+    gradient_examined = is_coarse = False
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         self.subject, self.examples = subject, subject.examples
@@ -198,7 +199,43 @@ class Measured:
         allowed = float(np.sqrt(sizes @ (2 * self._allowed[self.gradients]) ** 2))
         return over(allowed, float(np.linalg.norm(flat(floats))))
 
-    def rounds_more(self, result: Result, wide: Floats) -> bool:
+    def distance(self, split: Split, batch: Tree, result: Result, reverse: bool = False) -> float:
+        """Returns a division's distance from one batch over the bound, in float64 for narrow dtypes.
+
+        It is infinite if integers differ. Sets `is_coarse` if a narrow step does not run in float64.
+
+        Args:
+          batch: the batch, possibly padded, or in ``reverse`` order.
+        """
+        reordered, one = reverse and self.depends_on_order, self.one_reversed if reverse else self.native
+        if result.differs_in_integers(self.native) and not self._are_rounded(split, batch, result):
+            return float("inf")
+        far = float(self.shares(result.floats, one.floats, wide=False).max())
+        if far > 1 or not self.is_narrow:
+            return far
+        try:
+            wide_one = self.in_float64(ONE_BATCH, batch) if reordered else self.wide
+            wide = None if wide_one is None else self.in_float64(split, batch)
+        except NotWide:
+            wide_one = wide = None
+        if wide_one is None or wide is None:
+            self.is_coarse = True
+            return far
+        if not reordered and self._rounds_more(result, wide.floats):
+            return float("inf")
+        return float(self.float32_shares(wide.floats, wide_one.floats).max())
+
+    def _are_rounded(self, split: Split, batch: Tree, result: Result) -> bool:
+        """Whether integers differ by rounding alone: quantized numbers by at most 1, and not at all in float64."""
+        for x, y in zip(result.integers, self.native.integers, strict=True):
+            if np.any(x != y) and not (is_quantized(y) and np.abs(x.astype(np.int64) - y).max() <= 1):
+                return False
+        try:
+            return self.wide is not None and not self.in_float64(split, batch).differs_in_integers(self.wide)
+        except NotWide:
+            return False
+
+    def _rounds_more(self, result: Result, wide: Floats) -> bool:
         """Whether a division is much further from its own float64 result than one batch, and than its noise."""
         if self.wide is None:
             return False

@@ -52,6 +52,10 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
         )
         if (factor := _factor(amounts, params, changed)) is not None:
             text = f"{factor:.6g} times the parameters"
+        else:
+            factors = ((i, _factor(amounts, params, [i])) for i in changed if one[i].size > 1)
+            own = (f"leaf {standard.names[i]} by {x:.6g} times itself" for i, x in factors if x is not None)
+            text = next(own, text)
         yield Prediction(Cause.ADDED, text + scope, [x + y for x, y in zip(one, amounts, strict=True)], 4)
 
 

@@ -84,6 +84,11 @@ class Result(NamedTuple):
         """Paths of `integers`."""
         return [path for path, form in self.forms if form.startswith(_KINDS["integer"])]
 
+    def differs_in_integers(self, other: Result) -> bool:
+        """Whether an integer leaf differs from another result's."""
+        pairs = zip(self.integers, other.integers, strict=True)
+        return any(x.shape != y.shape or np.any(x != y) for x, y in pairs)
+
     def require_form_of(self, one: Result) -> None:
         """Raises if a leaf has another shape or kind of numbers than in the result of one batch."""
         for (path, form), (_, expected) in zip(self.forms, one.forms, strict=True):
@@ -123,6 +128,12 @@ class Subject:
         """Returns this subject with another batch of the same size."""
         other = copy.copy(self)
         other.batch = batch
+        return other
+
+    def after_one_batch(self) -> Subject:
+        """Returns this subject with the parameters that one batch of its step returns."""
+        other = copy.copy(self)
+        other._params = flattened(self.call(self.step(ONE_BATCH), self.batch, wide=False)[0])[0][: len(self._params)]
         return other
 
     @property

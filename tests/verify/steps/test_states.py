@@ -80,6 +80,76 @@ def test_what_is_updated_at_each_microbatch_is_named(
     assert detail in report.faults[0].detail
 
 
+def has_momentum(k: int, each: bool) -> Step:
+    """Moves along a momentum, which decays once, or at each microbatch."""
+
+    def step(state: Any, batch: Any) -> Any:
+        grads = defects.right(by_hand.sums, k)(state["params"], batch)
+        decay = 0.9 ** (k if each else 1)
+        momentum = [m * m.dtype.type(decay) + g for m, g in zip(state["momentum"], grads, strict=True)]
+        return {"params": updated(state["params"], momentum, 0.1), "momentum": momentum}
+
+    return step
+
+
+def has_average(k: int, each: bool) -> Step:
+    """Averages the parameters over the steps, once, or at each microbatch."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, average = state["params"], state["average"]
+        for _ in range(k - 1 if each else 0):
+            average = [a + (p - a) * p.dtype.type(0.1) for a, p in zip(average, params, strict=True)]
+        params = updated(params, defects.right(by_hand.sums, k)(params, batch), 0.1)
+        average = [a + (p - a) * p.dtype.type(0.1) for a, p in zip(average, params, strict=True)]
+        return {"params": params, "average": average}
+
+    return step
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(
+    ("make", "state", "detail"),
+    [
+        (has_momentum, {"momentum": [0 * x for x in by_hand.params()]}, "leaf ['momentum'][0] by -0.09 times itself"),
+        (has_average, {"average": by_hand.params()}, "in 3 of 6 leaves"),
+    ],
+)
+def test_a_second_step_shows_the_decay_of_a_state_that_the_first_one_hides(
+    make: Any, state: dict[str, Any], detail: str, each: bool
+) -> None:
+    report = checked(partial(make, each=each), **state)
+    assert report.cause is (Cause.ADDED if each else None), str(report)
+    assert not each or (report.faults[0].run == "2 microbatches in the second step" and detail in str(report.faults[0]))
+
+
+def test_a_second_step_that_is_not_finite_is_named() -> None:
+    def make(k: int) -> Step:
+        def step(state: Any, batch: Any) -> Any:
+            grads = defects.right(by_hand.sums, k)(state["params"], batch)
+            factor = state["scale"] if k > 1 else state["scale"] * 0  # infinite once the scale is 1
+            with np.errstate(divide="ignore"):
+                rate = 0.1 / (1 - factor)
+            return {"params": updated(state["params"], grads, rate), "scale": state["scale"] * 0 + 1}
+
+        return step
+
+    report = checked(make, scale=np.zeros(1, np.float32))
+    assert (report.cause, report.faults[0].run) == (Cause.NOT_FINITE, "2 microbatches in the second step"), str(report)
+
+
+def test_a_step_that_does_not_take_its_own_result_is_compared_once() -> None:
+    def make(k: int) -> Step:
+        def step(state: Any, batch: Any) -> Any:
+            if state["count"].any():
+                raise ValueError("it starts at 0")
+            grads = defects.right(by_hand.sums, k)(state["params"], batch)
+            return {"params": updated(state["params"], grads, 0.1), "count": state["count"] + np.int32(1)}
+
+        return step
+
+    assert checked(make, count=np.int32(0)).passes
+
+
 ROWS = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 
 
