@@ -208,7 +208,7 @@ def _levels(
                 yield Cause.BY_PLACE, f"{text}, also with the examples reversed{split_by(name)}", exact
             cause = Cause.COEFFICIENTS if all(factors) else Cause.LOST
             yield cause, text + split_by(name), exact
-    if case.all_are_means(standard):
+    if case.all_are_means(standard) and r[real].min() > -SAME:
         yield Cause.COEFFICIENTS, f"{r[real].min():.4g} to {r[real].max():.4g} times the right ones", x
 
 
@@ -320,14 +320,20 @@ def _weights_in_one_batch(standard: Standard, pieces: Sequence[Rows], floats: Se
 
 
 def _common_norm(results: Sequence[Floats]) -> str | None:
-    """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound."""
+    """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound.
+
+    A bound of the elements is not reached by the same ones in all of them, as by a variance of copies, which is 0.
+    """
     vectors = [flat(floats) for floats in results]
     norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
     for values, text in ((norms, "a norm of {:.6g}"), (maxima, "a largest element of {:.6g}")):
         top = max(values)
-        largest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
-        if top > 0 and any(np.abs(x - largest[0]).max() > SAME * top for x in largest):
-            return text.format(top)
+        first, *others = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
+        for x in others if top > 0 else ():
+            sizes = np.maximum(np.abs(x), np.abs(first))
+            compared = sizes >= top * (1 - 1e-5) if values is maxima else sizes >= 0
+            if np.any(np.abs(x - first)[compared] > SAME * top):
+                return text.format(top)
     return None
 
 

@@ -11,6 +11,7 @@ add up to 1 and are fitted by least squares. The division's gradient is ``sum_e 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -120,25 +121,25 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
 def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Compares step counts in the result, which one update per microbatch also changes.
 
-    A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise it is
-    named only if nothing else differs: layers count their calls, and random streams their keys.
+    A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise one of
+    the state is named only if nothing else differs: layers count their calls, and random streams their keys.
     """
+    subject, one, divided = standard.subject, standard.native.integers, case.native.integers
     texts = [text for quantized, text in _other_integers(standard, case) if not quantized]
     if not texts:
         return
     yield from moved(standard, case)
+    start = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
     if standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1:
-        yield Prediction(Cause.COUNTED, texts[0])
+        if not subject.returns_params or any(np.any(a != b) for _, a, b in zip(start, one, divided, strict=False)):
+            yield Prediction(Cause.COUNTED, texts[0])
         return
-    start = [array_of(x) for x in flattened(standard.subject.params)[0] if is_present(x) and not is_float(x)]
-    rows = zip(start, standard.native.integers, case.native.integers, strict=False)
+    rows = zip(start, one, divided, strict=False)
     ahead = [x if x.dtype == bool else x + (b - a) for x, a, b in rows if x.shape == a.shape]
-    if standard.subject.returns_params and len(ahead) == len(start):
-        try:
-            floats = standard.subject.run(ONE_BATCH, standard.subject.batch, case.wide, counts=ahead).floats
-        except (NotWide, GradCombineError):
-            return
-        yield Prediction(Cause.COUNTED, texts[0], floats, 1)
+    if subject.returns_params and len(ahead) == len(start):
+        with suppress(NotWide, GradCombineError):
+            floats = subject.run(ONE_BATCH, subject.batch, case.wide, counts=ahead).floats
+            yield Prediction(Cause.COUNTED, texts[0], floats, 1)
 
 
 def _other_integers(standard: Standard, case: Case) -> Iterator[tuple[bool, str]]:
@@ -172,13 +173,11 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     first = list(range(size))
     result = standard.run(case.split, subject.rows(first * (k * case.split.devices)), case.wide)
     for other in (x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k):
-        try:
+        with suppress(NotWide, GradCombineError):
             copies = standard.run(other, subject.rows(first * other.microbatches), case.wide)
-        except (NotWide, GradCombineError):
-            continue
-        if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
-            text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
-            yield Prediction(Cause.KEY, text)
+            if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
+                text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
+                yield Prediction(Cause.KEY, text)
     yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")
 
 
@@ -244,9 +243,10 @@ def ignored(standard: Standard, case: Case) -> Iterator[Prediction]:
 # --- gradients that reach an optimizer ---
 
 
-def at_optimizer(standard: Standard, case: Case, terms: bool) -> Iterator[Prediction]:
-    """Explains the difference between the gradients that reach an optimizer, for cases with terms or for others."""
-    if not standard.subject.returns_params or case.leaves is not None or terms != (case.terms is not None):
+def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Prediction]:
+    """Explains a difference of gradients that reach an optimizer: early for terms, or if updates hide their sizes."""
+    of_params = standard.subject.returns_params and case.leaves is None
+    if not of_params or early != (case.terms is not None or standard.hides_sizes):
         return
     for inner in islice(before_update(standard, case), CUTS):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
@@ -374,7 +374,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     rounded,
     in_order,
     added,
-    partial(at_optimizer, terms=True),
+    partial(at_optimizer, early=True),
     divided,
     microbatches,
     partial(averaged, by_all=True),
@@ -385,7 +385,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     advanced,
     decayed,
     ignored,
-    partial(at_optimizer, terms=False),
+    partial(at_optimizer, early=False),
     repeated,
     partial(averaged, by_all=False),
     scaled,

@@ -39,6 +39,8 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
             yield Prediction(Cause.ADDED, f"{factor:.6g} times the new parameters", floats, 4, sorted(new))
     addition = [x - y for x, y in zip(divided, undivided, strict=True)]
     changed = np.flatnonzero(standard.shares(divided, undivided, case.wide) > 1).tolist()
+    for x in averaged(standard, case._replace(leaves=tuple(changed)), by_all=True):
+        yield x._replace(leaves=None, detail=f"{x.detail}; in {len(changed)} of {len(one)} leaves")
     scope = "" if len(changed) == len(one) else f", in {len(changed)} of {len(one)} leaves"
     multiples = [1.0]
     sizes = np.abs(flat([addition[i] for i in changed]))
@@ -52,11 +54,23 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
         )
         if (factor := _factor(amounts, params, changed)) is not None:
             text = f"{factor:.6g} times the parameters"
-        else:
-            factors = ((i, _factor(amounts, params, [i])) for i in changed if one[i].size > 1)
-            own = (f"leaf {standard.names[i]} by {x:.6g} times itself" for i, x in factors if x is not None)
-            text = next(own, text)
+        elif (i := next(iter(own := _times_itself(amounts, params, changed)), None)) is not None:
+            text = f"leaf {standard.names[i]} by {own[i]:.6g} times itself"
         yield Prediction(Cause.ADDED, text + scope, [x + y for x, y in zip(one, amounts, strict=True)], 4)
+
+
+def _times_itself(addition: Floats, of: Mapping[int, np.ndarray], changed: Sequence[int]) -> dict[int, float]:
+    """Returns the factors of the leaves to which multiples of themselves are added, such as a momentum that decays.
+
+    Empty if a changed leaf is a multiple neither of itself nor of one of these.
+    """
+    factors = ((i, _factor(addition, of, [i])) for i in changed if addition[i].size > 1)
+    own = {i: x for i, x in factors if x is not None}
+    for i in changed:
+        like = [j for j in own if of[j].shape == addition[i].shape]
+        if all(_factor(addition, {i: of[j]}, [i]) is None for j in like):
+            return {}
+    return own
 
 
 def _factor(addition: Floats, of: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
@@ -134,7 +148,7 @@ def averaged(standard: Standard, case: Case, by_all: bool) -> Iterator[Predictio
     subject = standard.subject
     count = len(subject.param_leaves)
     moving = case.among(range(count))
-    if not subject.returns_params or len(moving) == count:
+    if not subject.returns_params or not 0 < len(moving) < count:
         return
     for name, pieces in partitions(subject.examples, case.split).items():
         all_rows = [range(subject.examples)] * len(pieces)

@@ -90,6 +90,11 @@ class Standard(Measured):
             return "the sizes of the gradients: no single example changes the parameters by more than all together do"
         return ""
 
+    @cached_property
+    def hides_sizes(self) -> bool:
+        """Whether the result hides the sizes of gradients, unless the gradients are compared themselves."""
+        return bool(self.uninformative(faults=True))
+
     def _linear(self) -> set[int]:
         """Leaves that are linear in examples that differ, and so show the sizes of their gradients."""
         known, linear = [] if self.weights is None else [self.weights], set[int]()
@@ -151,9 +156,16 @@ class Standard(Measured):
         """
         every = list(range(len(self.best.floats)))
         for c, leaves in self._proposed(every):
+            if c.min() < -SAME:  # fits the signs of an optimizer's first step by chance
+                continue
             shares = self._shares_from(c)
             means = [i for i in every if shares[i] <= 1]
             if set(leaves) <= set(means):
+                return c, means
+        # A metric shows weights although an optimizer hides those of the gradients.
+        for c in self._counted():
+            means = np.flatnonzero(self._shares_from(c) <= 1).tolist()
+            if any(_differ(x.floats[i], self.best.floats[i]) for i in means for x in self.columns if x is not None):
                 return c, means
         return None, []
 

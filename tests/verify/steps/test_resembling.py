@@ -184,3 +184,103 @@ def test_a_sum_is_no_addition_if_adam_hides_it_in_most_leaves(by_hand: bool) -> 
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns="params")
     assert report.cause is Cause.SUM, str(report)
+
+
+def loss_of(p: Any, part: Any, count: Any) -> Any:
+    return (((part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / count
+
+
+@pytest.mark.parametrize("factor", ["of means", 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_wrong_metric_beside_right_parameters_is_named(optimizer: str, factor: Any) -> None:
+    tx = getattr(optax, optimizer)(0.01)
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            p, count = state["params"], batch["length"].sum()
+            divided = parts(batch, k)
+            losses, grads = zip(*(jax.value_and_grad(loss_of)(p, part, count) for part in divided), strict=True)
+            loss = sum(losses) * (k if factor == 2 else 1)
+            if factor == "of means":
+                loss = sum(loss_of(p, part, part["length"].sum()) for part in divided) / k
+            updates, moments = tx.update(jax.tree.map(lambda *x: sum(x), *grads), state["moments"], p)
+            return {"params": optax.apply_updates(p, updates), "moments": moments}, {"loss": loss}
+
+        return jax.jit(step)
+
+    state = {"params": PARAMS, "moments": tx.init(PARAMS)}
+    report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is (Cause.SUM if factor == 2 else Cause.MEAN_OF_MEANS), str(report)
+    assert "in 1 of" in report.faults[0].detail
+
+
+def test_a_count_among_the_metrics_is_no_step_count() -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            grads = [jax.grad(loss_of)(p, part, batch["length"].sum()) for part in parts(batch, k)]
+            return jax.tree.map(lambda x, *g: x - 0.1 * sum(g), p, *grads), {"microbatches": jnp.int32(k)}
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is Cause.UNEXPLAINED, str(report)
+    assert "an integer in the result is 2 instead of 1, in leaf [1]['microbatches']" in report.faults[0].detail
+
+
+def test_running_statistics_in_the_state_are_no_clipping() -> None:
+    """The variance of copies of one example is 0, so that all of them change it by the same amount."""
+    params = {"scale": np.ones(5, np.float32), "w": RNG.normal(size=(5, 4)).astype(np.float32)}
+    running = {"mean": np.zeros(5, np.float32), "variance": np.ones(5, np.float32)}
+
+    def loss(p: Any, running: Any, part: Any) -> Any:
+        mean, variance = part["x"].mean(0), part["x"].var(0)
+        scores = (part["x"] - mean) / jnp.sqrt(variance + 1e-5) * p["scale"] @ p["w"]
+        now = {"mean": mean, "variance": variance}
+        return ((scores - part["y"][:, None]) ** 2).mean(), jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, now)
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            running, grads = state["running"], []
+            for part in parts(batch, k):
+                grad, running = jax.grad(loss, has_aux=True)(state["params"], running, part)
+                grads.append(grad)
+            params = jax.tree.map(lambda x, *g: x - 0.1 * sum(g) / k, state["params"], *grads)
+            return {"params": params, "running": running}
+
+        return jax.jit(step)
+
+    state = {"params": params, "running": running}
+    report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is Cause.STATISTICS, str(report)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.01), optax.adamw(0.01)], ids=["adam", "adamw"])
+@pytest.mark.parametrize("seed", range(3))
+def test_signs_that_agree_by_chance_name_no_examples(optimizer: Any, seed: int) -> None:
+    """Adam's first step shows signs alone, and a zero factor of a low-rank update leaves few of them."""
+    rng = np.random.default_rng(seed)
+    shapes = {"base": (5, 3), "down": (5, 2), "up": (2, 3)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    params["up"] *= 0
+    batch = {
+        "x": rng.normal(size=(8, 5)).astype(np.float32),
+        "y": rng.normal(size=(8, 3)).astype(np.float32),
+        "real": np.float32([1, 1, 1, 1, 1, 0, 1, 0]),
+    }
+
+    def loss(p: Any, part: Any) -> Any:
+        errors = part["x"] @ (p["base"] + p["down"] @ p["up"]) - part["y"]
+        return ((errors**2).sum(1) * part["real"]).sum() / part["real"].sum()
+
+    labels = {"base": "frozen", "down": "trained", "up": "trained"}
+    tx = optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            grads = jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+            return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
+
+        return jax.jit(step)
+
+    report = check_step(make_step, params, batch, microbatches=(2,), returns="params")
+    assert report.cause is Cause.MEAN_OF_MEANS, str(report)

@@ -64,12 +64,26 @@ def averages_each(k: int) -> Step:
     return step
 
 
+def scales_each(k: int) -> Step:
+    """Doubles a factor at each microbatch, as if each were a step without an overflow."""
+
+    def step(state: Any, batch: Any) -> Any:
+        grads = defects.right(by_hand.sums, k)(state["params"], batch)
+        return {
+            "params": updated(state["params"], grads, 0.1),
+            "scale": state["scale"] * state["scale"].dtype.type(2**k),
+        }
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("make", "state", "cause", "detail"),
     [
         (updates_each, {"count": np.int32(3)}, Cause.MOVED_EACH, "2 updates in sequence"),
         (counts_each, {"count": np.int32(3)}, Cause.COUNTED, "an integer in the result is 5 instead of 4"),
         (averages_each, {"average": np.ones(by_hand.LENGTH, np.float32)}, Cause.ADVANCED, "['average'] is updated 2"),
+        (scales_each, {"scale": np.full(3, 16, np.float32)}, Cause.ADVANCED, "leaf ['scale'] is updated 2 times"),
     ],
 )
 def test_what_is_updated_at_each_microbatch_is_named(
