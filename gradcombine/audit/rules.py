@@ -75,10 +75,11 @@ def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
         what = f"{size_text(size)} of " * (share < 1 - SHARE) + f"{exchange} {where}"
         sent = avoidable * share * exchange.sent()
         yield Finding("reduced-in-loop", what, subject.source(exchange.x), exchange.times, sent=sent)
-    for first, *others in subject.unrolled():
-        what = f"{first}, and {len(others)} more, are only added to each other"
-        count, sent = first.times + sum(x.times for x in others), sum(x.times * x.sent() for x in others)
-        yield Finding("reduced-in-loop", what, subject.source(first.x), count, sent=sent)
+    for exchanges, count, sent in subject.unrolled():
+        first, *others = exchanges
+        which = f"{first}, and {len(others)} more," if others else f"{count} arrays in one {first}"
+        what = f"{which} are only added to each other"
+        yield Finding("reduced-in-loop", what, subject.source(first.x), sum(x.times for x in exchanges), sent=sent)
 
 
 def batch_gathered(search: Search) -> Iterator[Finding]:

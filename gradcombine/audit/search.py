@@ -1,12 +1,13 @@
-"""Answers the queries of the rules for compiled programs: finds accumulators, copies and equal arrays."""
+"""Answers the queries of the rules for compiled programs: finds exchanges, discarded state and equal arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
-from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
+from gradcombine.audit.flow import LINEAR, MOVING, Node
 from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
 from gradcombine.audit.subject import (
@@ -19,12 +20,10 @@ from gradcombine.audit.subject import (
     Subject,
     size_text,
     times,
-    walk,
 )
+from gradcombine.audit.sums import RENAMING, SUMS, Sums
 
-SUMS = {"add", "subtract"}
 SCALES = {"multiply", "divide"}
-RENAMING = {"get-tuple-element", "bitcast", "reshape", "parameter"}
 WHOLE = frozenset(MOVING - {"slice", "dynamic-slice", "concatenate", "pad", "all-gather", "all-to-all"})
 
 SHARE = 0.05
@@ -52,18 +51,17 @@ class Product(NamedTuple):
     flops: float
 
 
-class Search(Subject[Instruction]):
+class Search(Sums, Subject[Instruction]):
     """Queries of the rules for a compiled program; ``donated`` is as for `gradcombine.audit.rules.find`."""
 
     noun = "arrays"
 
     def __init__(self, program: Program, donated: frozenset[int]) -> None:
-        self.program, self.merges_sums = program, not program.for_cpu
+        super().__init__(program)
+        self.merges_sums = not program.for_cpu
         self.aliased = {alias.parameter for alias in program.aliases}
         self.donated = donated | self.aliased | set(program.donors)
-        self.flow = Flow(program)
         self.source = program.source
-        self.inside, self.accumulators = cache(self.flow.inner), cache(self._accumulators)
         self._by_counter = cache(self._decided_by_counter)
 
     @cached_property
@@ -76,48 +74,6 @@ class Search(Subject[Instruction]):
             if loops and (body := self.body(loops[-1])) not in seen:
                 seen.add(body)
                 yield loops[-1], times(loops[:-1])
-
-    @staticmethod
-    def body(loop: Loop[Instruction]) -> str:
-        """The computation of an iteration."""
-        return loop.operation.called("body")[0]
-
-    def carried(self, body: str) -> range:
-        """The arrays that a loop carries, at the beginning of an iteration."""
-        (parameter,) = (x for x in self.program.computations[body].values() if x.opcode == "parameter")
-        return self.flow.leaves(body, parameter)
-
-    def _accumulators(self, body: str) -> frozenset[int]:
-        """Indices of the carried arrays that each iteration of a loop only adds to."""
-        return frozenset(i for i, node in enumerate(self.carried(body)) if self._only_added_to(body, i, node))
-
-    def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
-        """Indices of the carried arrays that ``start`` is added to; None if anything else is computed from it."""
-        nodes = self.flow.reached(start, within=self.inside(body))
-        if not all(self._commutes_with_sum(node, nodes) for node in nodes if node not in set(start)):
-            return None
-        return {i for i, node in enumerate(self.flow.results(body)) if node in nodes}
-
-    def adds_up(self, results: Iterable[Node], arguments: Iterable[Node]) -> bool:
-        """Whether the results are sums of arguments, with factors that do not depend on any array."""
-        closure = self.flow.closure(results)
-        arrays = {node for node in closure.intersection(arguments) if self.flow.places[node].shape.dims}
-        nodes = self.flow.reached(arrays, closure.__contains__) & closure
-        return all(self._commutes_with_sum(node, nodes) for node in nodes - arrays)
-
-    def only_sums(self, result: Node, part: Node, reached: set[Node]) -> bool:
-        """Whether ``result`` depends on ``part`` only through sums."""
-        nodes = self.flow.closure([result]) & reached | {result}
-        return all(self._commutes_with_sum(node, nodes) for node in nodes - {part})
-
-    def moved_from(self, start: Iterable[Node], through: frozenset[str] = frozenset(MOVING)) -> set[Node]:
-        """Follows values back through operations that only move them, up to and including those that compute them."""
-        flow = self.flow
-        return walk(start, lambda node: flow.sources[node] if flow.opcode(node) in through else ())
-
-    def operands(self, node: Node, index: int) -> range:
-        name, x, _ = self.flow.places[node]
-        return self.flow.leaves(name, self.program.computations[name][x.operands[index]])
 
     def repeated(self) -> list[Product]:
         """Products that several devices compute identically."""
@@ -135,9 +91,27 @@ class Search(Subject[Instruction]):
     def accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction] | None) -> float:
         if loop is None and (exchange.loops or not self.gates):
             return 0
-        test = partial(self._is_accumulated, self.body(loop)) if loop else self._is_accumulated_over_calls
+        test = partial(self._is_accumulated, loop) if loop else self._is_accumulated_over_calls
         size = sum(size for part, size in self.parts(exchange) if test(part))
         return size if size >= max(FEW_SCALARS, SHARE * exchange.operand) else 0
+
+    def unrolled(self) -> Iterator[tuple[list[Exchange[Instruction]], int, float]]:
+        by_sum = defaultdict[tuple[Hashable, ...], list[tuple[Exchange[Instruction], float, list[Node]]]](list)
+        for exchange in self.reducing():
+            for part, size in self.parts(exchange) if self.could_merge(exchange) else ():
+                if size >= FEW_SCALARS and (path := self._to_last_sum(part)):
+                    by_sum[exchange.kind, str(exchange.groups), path[-1]].append((exchange, size, path))
+        merged = defaultdict[tuple[str, ...], list[list[tuple[Exchange[Instruction], float]]]](list)
+        for terms in by_sum.values():
+            nodes = {node for _, _, path in terms for node in path}
+            computed = (node for _, _, path in terms for node in path[1:])
+            if len(terms) > 1 and all(self._commutes_with_sum(node, nodes) for node in computed):
+                names = tuple(dict.fromkeys(exchange.x.name for exchange, _, _ in terms))
+                merged[names].append([(exchange, size) for exchange, size, _ in terms])
+        for sums in merged.values():
+            exchanges = {x.x.name: x for terms in sums for x, _ in terms}
+            sent = sum(x.times * x.sent() * size / (x.operand or 1) for terms in sums for x, size in terms[1:])
+            yield [*exchanges.values()], max(map(len, sums)), sent
 
     def parts(self, exchange: Exchange[Instruction]) -> list[tuple[Node, float]]:
         """The arrays that XLA merged into a collective (as a tuple or concatenated), with their operand bytes."""
@@ -155,42 +129,6 @@ class Search(Subject[Instruction]):
             return []
         slices = [self._slices(user, kind) for user in users]
         return [x for part in slices for x in part] if all(slices) else []
-
-    def _is_accumulated(self, body: str, part: Node) -> bool:
-        reached = self.linear(body, [part])
-        return bool(reached) and reached <= self.accumulators(body)
-
-    def _only_added_to(self, body: str, index: int, node: Node) -> bool:
-        if self.flow.places[node].shape.kind in ("token", "pred"):
-            return False
-        reached = self.linear(body, [node])
-        if reached != {index}:
-            return False
-        nodes = self.flow.reached([node], within=self.inside(body))
-        return any(self.flow.opcode(n) in SUMS or self._adds_to(n, nodes) for n in nodes)
-
-    def _adds_to(self, node: Node, nodes: set[Node]) -> bool:
-        """Whether a matrix product adds one of ``nodes`` as its third operand (a GEMM with beta = 1)."""
-        x = self.flow.places[node].x
-        is_gemm = x.opcode == "custom-call" and len(x.operands) > 2 and '"beta":1' in x.attributes
-        return is_gemm and not any(n in nodes for i in (0, 1) for n in self.operands(node, i))
-
-    def _commutes_with_sum(self, node: Node, nodes: set[Node]) -> bool:
-        """Whether an operation is linear in those of its operands that are in ``nodes``."""
-        opcode, x = self.flow.opcode(node), self.flow.places[node].x
-
-        def takes(*indices: int) -> bool:
-            return any(n in nodes for i in indices if i < len(x.operands) for n in self.operands(node, i))
-
-        if opcode == "multiply":
-            return not (takes(0) and takes(1))
-        if opcode == "divide":
-            return not takes(1)
-        if opcode in ("select", "conditional"):
-            return not takes(0)
-        if opcode in ("dynamic-slice", "dynamic-update-slice"):
-            return not takes(*range(1 if opcode == "dynamic-slice" else 2, len(x.operands)))
-        return opcode in LINEAR or opcode in REDUCING or self._adds_to(node, nodes)
 
     def discarded(self) -> list[tuple[Instruction, int]]:
         # Selects between a new and an old value of state, by a predicate that depends on counters only.
@@ -260,6 +198,12 @@ class Search(Subject[Instruction]):
             body = self.body(loop)
             shapes = [self.flow.places[node].shape for node in self.carried(body)]
             yield from ((shapes[i], loop.operation) for i in sorted(self.accumulators(body)) if shapes[i].is_narrow)
+            return
+        for alias in self.program.aliases:
+            x = self.program.parameters[alias.parameter]
+            result = self.flow.results(self.program.entry)[alias.output[0] if alias.output else 0]
+            if x.shapes[0].is_narrow and x.bytes >= FEW_SCALARS and self._adds_over_calls(x, result):
+                yield x.shapes[0], x
 
     def operand_key(self, exchange: Exchange[Instruction]) -> object:
         computation, x = self.program.computations[exchange.computation], exchange.x
@@ -341,6 +285,17 @@ class Search(Subject[Instruction]):
                         return True
         return False
 
+    def _adds_over_calls(self, argument: Instruction, result: Node) -> bool:
+        """Whether calls add to an argument, and use it otherwise only if a counter selects that."""
+        flow, node = self.flow, self.flow.node(self.program.entry, argument)
+        reached = flow.reached([node], lambda n: n not in self.gates)
+        others = {*flow.results(self.program.entry)} - {result}
+        if not others.isdisjoint(reached) or not all(self._commutes_with_sum(n, reached) for n in reached - {node}):
+            return False
+        sums = self.moved_from([result], WHOLE | {"select", "conditional"})
+        terms = (self.operands(n, i) for n in sums if flow.opcode(n) in SUMS for i in (0, 1))
+        return any(node in self.moved_from(some, WHOLE) for some in terms)
+
     def _decided_by_counter(self, predicate: Node) -> bool:
         """Whether a predicate depends only on scalars that are not floats, and on no collective."""
         flow, closure = self.flow, self.flow.closure([predicate])
@@ -355,14 +310,3 @@ class Search(Subject[Instruction]):
         """The direction of the comparison that computes a predicate, for instance "EQ"; empty for others."""
         origins = [self.flow.places[n].x for n in self.moved_from([predicate], WHOLE | {"broadcast"})]
         return "".join(x.attributes.partition("direction=")[2][:2] for x in origins if x.opcode == "compare")
-
-    def _stacked(self, body: str) -> set[int]:
-        """Indices of the carried arrays to which each iteration of a loop writes one row."""
-        stacked = set[int]()
-        for i, (node, result) in enumerate(zip(self.carried(body), self.flow.results(body), strict=True)):
-            nodes = self.flow.reached([node], within=self.inside(body))
-            opcodes = {self.flow.opcode(n) for n in self.moved_from([result], frozenset(MOVING))}
-            others = {j for j, other in enumerate(self.flow.results(body)) if other in nodes}
-            if "dynamic-update-slice" in opcodes and others <= {i}:
-                stacked.add(i)
-        return stacked

@@ -302,9 +302,9 @@ class Subject(Protocol[X]):
         """Loops of more than one iteration, and how often each is started per call."""
         ...
 
-    def unrolled(self) -> Iterable[Sequence[Exchange[X]]]:
-        """Groups of several exchanges whose results are only added to each other."""
-        return ()
+    def unrolled(self) -> Iterable[tuple[Sequence[Exchange[X]], int, float]]:
+        """Exchanges of arrays that are only added to each other, their number, and unnecessary bytes sent per call."""
+        ...
 
     def discarded(self) -> Sequence[tuple[X, int]]:
         """Operations that always run, but whose result a counter may discard, with the bytes of the result."""

@@ -108,15 +108,15 @@ class Graph(Inlined, Subject[Operation]):
         added = (self._only_added([v], loop, exchange.x) for v in large)
         return exchange.operand if any(sums.carried or sums.variables for sums in added if sums) else 0
 
-    def unrolled(self) -> list[list[Exchange[Operation]]]:
+    def unrolled(self) -> Iterator[tuple[list[Exchange[Operation]], int, float]]:
         by_sum = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)
         for exchange in self.reducing():
             if self.could_merge(exchange):
                 for part in self.parts(exchange.x):
                     for last in self.sums_of(part)[-1:]:
                         by_sum[self.key(exchange.x), last][exchange.x] = exchange
-        groups = {tuple(group): list(group.values()) for group in by_sum.values() if len(group) > 1}
-        return list(groups.values())
+        for group in {tuple(group): list(group.values()) for group in by_sum.values() if len(group) > 1}.values():
+            yield group, len(group), sum(x.times * x.sent() for x in group[1:])
 
     def discarded(self) -> list[tuple[Operation, int]]:
         # Writes of one device's variables for which a counter chooses between a new value and the old one.

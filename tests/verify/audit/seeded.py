@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,6 +103,28 @@ def reduced_with_a_metric(devices: Devices, defect: bool) -> Case:
         return jax.tree.map(lambda g: scale * g, grads)
 
     return on_replicas(scanned(clipped), devices)
+
+
+def reduced_in_turn(devices: Devices, defect: bool) -> Case:
+    """A Python loop, whose all-reduces XLA merges into one; those that are multiplied cannot be one of the sum."""
+
+    def step(params: Any, batch: Any) -> Any:
+        reduced = [mean(jax.grad(loss)(params, x)) for x in batch.reshape(K, -1, WIDTH)]
+        return jax.tree.map(lambda w, *g: w - 0.1 * (sum(g) if defect else math.prod(g)), params, *reduced)
+
+    return on_replicas(step, devices)
+
+
+def reduced_and_stacked(devices: Devices, defect: bool) -> Case:
+    """Stacked gradients whose mean could be exchanged, and whose squares could not."""
+
+    def step(params: Any, batch: Any) -> Any:
+        rows = batch.reshape(K, -1, WIDTH)
+        grads = jax.lax.map(lambda x: mean(jax.grad(loss)(params, x)), rows)
+        power = 1 if defect else 2
+        return jax.tree.map(lambda w, g: w - 0.1 * jnp.mean(g**power, axis=0), params, grads)
+
+    return on_replicas(step, devices)
 
 
 def reduced_beside_a_loss(devices: Devices, defect: bool) -> Case:
@@ -325,6 +348,27 @@ def decided_or_cleared(devices: Devices, defect: bool) -> Case:
     return cleared(root if defect else CLEARED["to the gradient"], donated=False)
 
 
+def narrow_over_calls(devices: Devices, defect: bool) -> Case:
+    """Each call adds to an accumulator, which a counter clears; bfloat16 parameters change in each call."""
+    leaves = [jnp.ones((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        count, sums = state
+        grads = jax.grad(loss)(params, batch)
+        if not defect:
+            return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), (count + 1, sums)
+        sums = jax.tree.map(jnp.add, sums, grads)
+
+        def applied() -> Any:
+            return jax.tree.map(lambda w, g: w - 0.1 / K * g, params, sums), jax.tree.map(jnp.zeros_like, sums)
+
+        params, sums = jax.lax.cond((count + 1) % K == 0, applied, lambda: (params, sums))
+        return params, (count + 1, sums)
+
+    args = leaves, (jnp.int32(0), [0 * x for x in leaves]), jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    return Case(jax.jit(step, donate_argnums=(0, 1)), args)
+
+
 def transformed(tx: Any) -> Case:
     leaves = [jnp.ones((WIDTH, WIDTH))] * LAYERS
 
@@ -452,12 +496,15 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced by explicit axes": (reduced_by_explicit_axes, {"reduced-in-loop"}),
     "reduced in nested scans": (reduced_in_nested_scans, {"reduced-in-loop"}),
     "reduced in microbatches, or in steps": (reduced_in_steps, {"reduced-in-loop"}),
+    "reduced in turn": (reduced_in_turn, {"reduced-in-loop"}),
+    "reduced and stacked": (reduced_and_stacked, {"reduced-in-loop"}),
     "reduced in a pmap": (pmapped, {"reduced-in-loop"}),
     "batch gathered": (gathered, {"batch-gathered", "repeated-work", "reduced-in-loop"}),
     "repeated over an axis": (repeated_over_model, {"repeated-work"}),
     "averaged twice": (averaged_twice, {"repeated-collective"}),
     "exchanged wider": (exchanged_wider, {"wider-exchange"}),
     "accumulated in bfloat16": (accumulated_in_bfloat16, {"narrow-accumulator"}),
+    "accumulated in bfloat16 over calls": (narrow_over_calls, {"narrow-accumulator"}),
     "donated in another type": (donated_in_another_type, {"donation-lost"}),
     "logged in every layer": (logged_in_every_layer, {"many-small-collectives"}),
     "exchanged leaf by leaf": (exchanged_leaf_by_leaf, {"many-small-collectives"}),

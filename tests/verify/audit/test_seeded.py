@@ -24,6 +24,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 QUICK = {
     "reduced in a shard_map",
     "reduced beside a loss",
+    "reduced in turn",
+    "reduced and stacked",
+    "accumulated in bfloat16 over calls",
     "batch gathered",
     "decided by select",
     "decided, or cleared",
