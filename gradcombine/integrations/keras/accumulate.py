@@ -18,6 +18,7 @@ from gradcombine.errors import (
     require_given,
     require_items,
     require_tuple,
+    shown,
     translate_errors,
     within,
 )
@@ -38,6 +39,11 @@ elif keras.backend.backend() == "jax":
     from gradcombine.integrations.keras.on_jax import JaxWindow as BackendWindow
 else:
     raise GradCombineError("keras", "Keras' backend 'tensorflow' or 'jax'", repr(keras.backend.backend()))
+
+
+_OF_REDUCTION = "reduction", "precision", "dtype", "wire"
+_OF_WINDOW = *_OF_REDUCTION, "every", "order", "max_every"
+"""Settings that the window has once the optimizer is built; those of the reduction, from the beginning."""
 
 
 @keras.saving.register_keras_serializable("gradcombine")
@@ -135,6 +141,12 @@ class Accumulate(Wrapper):
         self.inner_optimizer = inner
         if type(self) is Accumulate and settings.scales_loss(inner):
             object.__setattr__(self, "__class__", ScaledAccumulate)
+
+    @operation("Accumulate")
+    def __setattr__(self, name: str, value: object) -> None:
+        if "inner_optimizer" in vars(self) and name in (_OF_REDUCTION if not self.built else _OF_WINDOW):
+            raise invalid(f"{name} as an argument of Accumulate, not assigned later", shown(value))
+        super().__setattr__(name, value)
 
     @operation("Accumulate")
     def build(self, variables: Sequence[Any]) -> None:

@@ -21,6 +21,13 @@ def several(inner: Any) -> Any:
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
 
 
+def assigned(name: str, value: Any, built: bool) -> None:
+    optimizer = Accumulate(sgd(), 2)
+    if built:
+        optimizer.build(matrix_and_vector())
+    setattr(optimizer, name, value)
+
+
 def twice() -> None:
     """A gradient for each of two mentions of a variable, of which one would be lost."""
     variable = keras.Variable([1.0])
@@ -48,6 +55,11 @@ SEVERAL = [
         (
             lambda: Accumulate(keras.optimizers.SGD, 2),
             "a Keras optimizer, its name or its config, received SGD, not call",
+        ),
+        (lambda: assigned("reduction", "sum", built=False), "Accumulate: expected reduction as an argument"),
+        (
+            lambda: assigned("every", 4, built=True),
+            "Accumulate: expected every as an argument of Accumulate.*received 4",
         ),
         (lambda: twice(), r"leaf \[1\]: expected each variable once, received that of \[0\] again"),
         *(pytest.param(*case, marks=WITH_SEVERAL) for case in SEVERAL),
@@ -78,6 +90,15 @@ def test_a_refused_microbatch_leaves_the_window_whole(change: Any, weight: Any, 
     with pytest.raises(GradCombineError, match=message):
         optimizer.apply(bad, weight=weight)
     assert bits([*variables, *optimizer.variables]) == before
+
+
+def test_the_length_of_a_window_may_change_until_it_is_built() -> None:
+    (a, b), gradients = matrix_and_vector(), [[tensor(x) for x in pair] for pair in microbatches(1, 4)]
+    optimizer = Accumulate(sgd(), 2)
+    optimizer.every = 4
+    for pair in gradients:
+        optimizer.apply(pair, [a, b])
+    assert (optimizer.get_config()["every"], int(optimizer.iterations)) == (4, 1)
 
 
 def test_variables_that_it_does_not_know() -> None:
