@@ -30,8 +30,10 @@ MENDED = {
     "batch gathered": {"batch-gathered", "repeated-work"},
     "exchanged leaf by leaf": set[str](),
     "reshaped and constrained": set[str](),
+    "reduced in turn": set[str](),
+    "accumulated in bfloat16 over calls": {"narrow-accumulator", "copies-at-boundary"},
 }
-"""Exceptions by compiler: it may move sums that are only added out of loops, and combine collectives."""
+"""Exceptions by compiler: it may move sums before their exchange, combine collectives, and copy what a branch carries."""
 
 
 ON_TPU = (
