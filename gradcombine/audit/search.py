@@ -286,15 +286,24 @@ class Search(Sums, Subject[Instruction]):
         return False
 
     def _adds_over_calls(self, argument: Instruction, result: Node) -> bool:
-        """Whether calls add to an argument, and use it otherwise only if a counter selects that."""
-        flow, node = self.flow, self.flow.node(self.program.entry, argument)
-        reached = flow.reached([node], lambda n: n not in self.gates)
+        """Whether calls add to an argument that a counter clears, and use it otherwise only if a counter selects that.
+
+        Parameters, which are added to, too, keep their value where they are not.
+        """
+        flow, gates, node = self.flow, self.gates, self.flow.node(self.program.entry, argument)
+        reached = flow.reached([node], lambda n: n not in gates)
         others = {*flow.results(self.program.entry)} - {result}
         if not others.isdisjoint(reached) or not all(self._commutes_with_sum(n, reached) for n in reached - {node}):
             return False
-        sums = self.moved_from([result], WHOLE | {"select", "conditional"})
-        terms = (self.operands(n, i) for n in sums if flow.opcode(n) in SUMS for i in (0, 1))
-        return any(node in self.moved_from(some, WHOLE) for some in terms)
+        behind = self.moved_from([result], WHOLE)
+        sides = [pair for gate in behind & gates.keys() for pair in gates[gate]]
+        for side, other in [*sides, (behind, {node})]:
+            for n in (n for n in side if flow.opcode(n) in SUMS):
+                terms = self.moved_from([m for i in (0, 1) for m in self.operands(n, i)], WHOLE)
+                before = [pair for gate in terms & gates.keys() for pair in gates[gate]]
+                if any(node in held and node not in cleared for held, cleared in [*before, (terms, other)]):
+                    return True
+        return False
 
     def _decided_by_counter(self, predicate: Node) -> bool:
         """Whether a predicate depends only on scalars that are not floats, and on no collective."""

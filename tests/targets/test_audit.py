@@ -33,7 +33,7 @@ MENDED = {
     "reduced in turn": set[str](),
     "accumulated in bfloat16 over calls": {"narrow-accumulator", "copies-at-boundary"},
 }
-"""Exceptions by compiler: it may move sums before their exchange, combine collectives, and copy what a branch carries."""
+"""Exceptions by compiler: it may move sums before an exchange, combine collectives, and copy what a branch carries."""
 
 
 ON_TPU = (

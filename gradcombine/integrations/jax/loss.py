@@ -109,6 +109,13 @@ class Loss:
     def of(cls, loss: Callable[..., Tree] | Loss) -> Loss:
         return loss if isinstance(loss, Loss) else cls(loss)
 
+    def differentiated(self, argument: Tree) -> Tree:
+        """Returns an argument in ``argnums``; raises for leaves, such as counters, that have no gradient."""
+        for path, x in jax.tree_util.tree_leaves_with_path(argument) if self.differentiate else ():
+            if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
+                raise invalid("floats or complex numbers to differentiate by", dtype, jax.tree_util.keystr(path))
+        return argument
+
 
 def positions(role: int | Sequence[int] | None) -> list[int]:
     """Positions of the arguments with a role."""

@@ -224,7 +224,7 @@ class Objective:
     def marked(self, args: Sequence[Tree]) -> list[Tree]:
         """The arguments, of which the differentiated ones vary over the replicas."""
         at, axis = positions(self.loss.argnums), self.reduction.summed_over or self.over
-        return replaced(args, at, [mark_varying(axis, args[i]) for i in at])
+        return replaced(args, at, [mark_varying(axis, self.loss.differentiated(args[i])) for i in at])
 
     def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Scalar:
         """Weight of one microbatch; the compiler removes the rest of the loss."""

@@ -127,6 +127,15 @@ def test_aux_is_averaged_by_default_and_integers_ask_for_a_reduction() -> None:
         value_and_grad(Loss(with_aux, has_aux=True), 3)(jnp.float32(1), X[:, 0])
 
 
+@pytest.mark.parametrize("leaf", [np.int32(2), jax.random.key(0)], ids=["counter", "key"])
+def test_parameters_without_a_gradient_are_named(leaf: Any) -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(x @ params["w"])
+
+    with pytest.raises(gc.GradCombineError, match=r"value_and_grad: leaf \['more'\]: expected floats or complex"):
+        value_and_grad(loss, 2)({"w": jnp.ones(3), "more": leaf}, jnp.ones((4, 3)))
+
+
 def drawing(w: Any, seen: Any, key: Any, x: Any) -> Any:
     i, keys = seen
     return LossOutput(jnp.mean(w * x), carry=(i + 1, keys.at[i].set(jax.random.key_data(key))))
