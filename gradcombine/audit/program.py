@@ -280,10 +280,9 @@ class Program(Module):
             yield (name, x, *product)
 
     def _product(self, name: str, x: Instruction) -> tuple[float, int] | None:
-        operands = [self.computations[name][operand].shapes[0] for operand in x.operands[:2]]
-        if len(operands) < 2:
+        if x.opcode not in ("dot", "custom-call", "convolution") or len(x.operands) < 2:
             return None
-        left, right = operands
+        left, right = (self.computations[name][operand].shapes[0] for operand in x.operands[:2])
         width = max(left.bits, right.bits)
         if x.opcode == "dot":
             return 2.0 * x.shapes[0].elements * math.prod(left.dims[i] for i in x.lists("lhs_contracting_dims")), width

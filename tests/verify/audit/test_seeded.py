@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,6 +49,27 @@ def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> Non
 def test_an_accumulator_that_is_cleared_is_no_optimizer(name: str, donated: bool) -> None:
     case = cleared(CLEARED[name], donated)
     assert audit(case.step, *case.args).findings == []
+
+
+@pytest.mark.parametrize("name", CLEARED)
+def test_a_narrow_accumulator_that_is_cleared_is_found(name: str) -> None:
+    case = cleared(CLEARED[name], True)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, case.args)
+    assert {x.name for x in audit(case.step, *narrow).findings} == {"narrow-accumulator"}
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adam(0.1), optax.MultiSteps(optax.sgd(0.1), 4), optax.apply_if_finite(optax.sgd(0.1), 3)]
+)
+def test_narrow_parameters_are_no_accumulators(tx: Any) -> None:
+    leaves = [jnp.ones((64, 64), jnp.bfloat16)] * 3
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    report = audit(jax.jit(step, donate_argnums=(0, 1)), leaves, tx.init(leaves), leaves)
+    assert "narrow-accumulator" not in {x.name for x in report.findings}
 
 
 @pytest.mark.parametrize("by_branch", [True, False], ids=["by a branch", "by selects"])
