@@ -300,7 +300,7 @@ PAIRED: dict[str, Pair] = {
     "not cleared between calls": (Kept, P, TEXT, {}, Cause.STATE, "", "float32"),
     "clipped at each": (
         transformed_each(optax.clip_by_global_norm(0.05)), P, TEXT, NEW,
-        Cause.CHANGED_BEFORE, "a norm of 0.005", "adamw, clipped, with a schedule",
+        Cause.CHANGED_BEFORE, "a norm of 0.05;", "adamw, clipped, with a schedule",
     ),
     "muon at each": (transformed_each(optax.contrib.muon(0.1)), P, TEXT, NEW, Cause.CHANGED_BEFORE, "", "muon"),
     "a schedule at each": (
