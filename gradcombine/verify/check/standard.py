@@ -163,9 +163,11 @@ class Standard(Measured):
             if set(leaves) <= set(means):
                 return c, means
         # A metric shows weights although an optimizer hides those of the gradients.
+        metrics = every[len(self.subject.param_leaves) :] if self.subject.returns_params else []
         for c in self._counted():
             means = np.flatnonzero(self._shares_from(c) <= 1).tolist()
-            if any(_differ(x.floats[i], self.best.floats[i]) for i in means for x in self.columns if x is not None):
+            shown = [i for i in means if i in metrics]
+            if any(_differ(x.floats[i], self.best.floats[i]) for i in shown for x in self.columns if x is not None):
                 return c, means
         return None, []
 
