@@ -297,6 +297,7 @@ class Search(Sums, Subject[Instruction]):
             return False
         behind = self.moved_from([result], WHOLE)
         sides = [pair for gate in behind & gates.keys() for pair in gates[gate]]
+        # Cleared behind the sum, by a gate of the result, or before it, by a gate of one of its terms.
         for side, other in [*sides, (behind, {node})]:
             for n in (n for n in side if flow.opcode(n) in SUMS):
                 terms = self.moved_from([m for i in (0, 1) for m in self.operands(n, i)], WHOLE)

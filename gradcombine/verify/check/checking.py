@@ -309,7 +309,9 @@ def _in_second_step(
         if near and not standard.is_narrow and not result.differs_in_integers(one):
             continue
         second = second or Standard(later, unit)
-        if second.distance(split, batch, result) > 1:
+        far = second.distance(split, batch, result)
+        standard.is_coarse |= second.is_coarse
+        if far > 1:
             cause, detail, line = explain(second, case_of(second, split, result, terms))
             yield Fault(cause, name, detail, line)
             return

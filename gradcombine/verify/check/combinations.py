@@ -322,7 +322,7 @@ def _weights_in_one_batch(standard: Standard, pieces: Sequence[Rows], floats: Se
 def _common_norm(results: Sequence[Floats]) -> str | None:
     """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound.
 
-    A bound of the elements is not reached by the same ones in all of them, as by a variance of copies, which is 0.
+    The clipped elements differ between results, unlike those of a running variance, which copies change equally.
     """
     vectors = [flat(floats) for floats in results]
     norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
@@ -330,8 +330,8 @@ def _common_norm(results: Sequence[Floats]) -> str | None:
         top = max(values)
         first, *others = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
         for x in others if top > 0 else ():
-            sizes = np.maximum(np.abs(x), np.abs(first))
-            compared = sizes >= top * (1 - 1e-5) if values is maxima else sizes >= 0
+            smallest = top * (1 - 1e-5) if values is maxima else 0
+            compared = np.maximum(np.abs(x), np.abs(first)) >= smallest
             if np.any(np.abs(x - first)[compared] > SAME * top):
                 return text.format(top)
     return None

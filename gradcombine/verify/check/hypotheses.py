@@ -121,8 +121,8 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
 def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Compares step counts in the result, which one update per microbatch also changes.
 
-    A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise one of
-    the state is named only if nothing else differs: layers count their calls, and random streams their keys.
+    A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise a
+    count in the state is named only if nothing else differs: layers count their calls, and random streams their keys.
     """
     subject, one, divided = standard.subject, standard.native.integers, case.native.integers
     texts = [text for quantized, text in _other_integers(standard, case) if not quantized]

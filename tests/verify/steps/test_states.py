@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcombine.verify import Cause, StepReport, check_step
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import by_hand, defects
 
 Step = Callable[[Any, Any], Any]
@@ -149,6 +149,22 @@ def test_a_second_step_that_is_not_finite_is_named() -> None:
 
     report = checked(make, scale=np.zeros(1, np.float32))
     assert (report.cause, report.faults[0].run) == (Cause.NOT_FINITE, "2 microbatches in the second step"), str(report)
+
+
+def test_a_second_step_in_narrow_floats_that_is_not_compared_in_float64_does_not_pass() -> None:
+    def make(k: int) -> Step:
+        def step(state: Any, rows: Any) -> Any:
+            if state["count"] and rows.dtype == np.float64:
+                raise ValueError("only the first step runs in float64")
+            mean = sum(part.sum(axis=0) for part in np.array_split(rows, k)) / rows.dtype.type(len(rows))
+            return {"w": state["w"] - mean, "count": state["count"] + np.int32(1)}
+
+        return step
+
+    rows = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float16)
+    report = check_step(make, {"w": np.ones(16, np.float16), "count": np.int32(0)}, rows, returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL, str(report)
+    assert any("which rounding hides" in x for x in report.not_checked)
 
 
 def test_a_step_that_does_not_take_its_own_result_is_compared_once() -> None:
