@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradcombine.types import Tree
-from gradcombine.verify.check.running import Floats, Result, Rows, Split
-from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.running import Floats, NotWide, Result, Rows, Split
+from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
 Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
@@ -45,6 +45,16 @@ class Case(NamedTuple):
     def all_are_means(self, standard: Standard) -> bool:
         """Whether all leaves to explain are means of the examples' results in one batch."""
         return set(self.among(range(len(standard.names)))) <= set(standard.combination[1])
+
+
+def case_of(standard: Standard, split: Split, native: Result, loss_terms: Terms | None) -> Case:
+    """Returns the case of a division, in float64 if the division and one batch run in it."""
+    if standard.wide is not None:
+        try:
+            return Case(split, standard.in_float64(split, standard.subject.batch), native, wide=True, terms=loss_terms)
+        except NotWide:
+            pass
+    return Case(split, native, native, wide=False, terms=loss_terms)
 
 
 class Prediction(NamedTuple):
@@ -163,6 +173,24 @@ def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
     """Returns the fraction of each unit that is among these rows."""
     chosen = set(rows)
     return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
+
+
+def separate_results(standard: Standard, pieces: Sequence[Rows], copied: bool = True) -> Sequence[Floats] | None:
+    """Returns one batch's results for each microbatch, see `combinations.microbatches`; None if one cannot run."""
+    parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
+    floats = [part.floats for part in parts if part is not None]
+    return floats if len(floats) == len(pieces) else None
+
+
+def are_separate(standard: Standard, case: Case, leaves: Sequence[int]) -> bool:
+    """Whether those of these leaves that have to be explained are the mean of the microbatches' separate results."""
+    divided = [(x, separate_results(standard, x)) for x in partitions(standard.examples, case.split).values()]
+    return any(
+        accounts_for(standard, case, combined(weights, floats), 1, leaves)
+        for pieces, floats in divided
+        if floats is not None
+        for weights in weights_of(standard, pieces)
+    )
 
 
 def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:

@@ -20,9 +20,9 @@ from gradcombine.errors import (
 )
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.case import Terms
+from gradcombine.verify.check.case import Terms, case_of
 from gradcombine.verify.check.divided_terms import require_right
-from gradcombine.verify.check.hypotheses import case_of, explain
+from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
@@ -264,8 +264,7 @@ def checked(
         of_params = standard.hidden_fraction([as_floats(x) for _, x in subject.param_leaves])
         sizes = f"smaller than {of_result:.2g} of the result, or {of_params:.2g} of the parameters"
         not_checked.append(f"differences {sizes}, which rounding hides")
-    if unclear:
-        not_checked.append(unclear)
+    not_checked += filter(None, (unclear, standard.not_compared))
     if hides := standard.uninformative(bool(faults)):
         not_checked.append(hides)
     if not faults and (difference := step_program.other_constants(subject, splits[-1])):
@@ -313,6 +312,7 @@ def _in_second_step(
         standard.is_coarse |= second.is_coarse
         if far > 1:
             cause, detail, line = explain(second, case_of(second, split, result, terms))
+            standard.not_compared = second.not_compared
             yield Fault(cause, name, detail, line)
             return
 

@@ -14,8 +14,10 @@ from gradcombine.verify.check.case import (
     Case,
     Prediction,
     accounts_for,
+    are_separate,
     on_devices,
     partitions,
+    separate_results,
     share_in,
     split_by,
     weights_of,
@@ -31,8 +33,13 @@ Weighted = Iterator[tuple[Cause, str, np.ndarray]]
 """Causes with their details and the weights of the examples that they predict."""
 
 
-def linear(standard: Standard, case: Case) -> Iterator[Prediction]:
-    """Tries weights of the examples that differ from those in one batch."""
+def linear(standard: Standard, case: Case, by_fit: bool | None = None) -> Iterator[Prediction]:
+    """Tries weights of the examples that differ from those in one batch.
+
+    Args:
+      by_fit: whether weights are fitted to some leaves alone, which a running mean, itself a mean of the examples,
+        allows beside gradients that statistics change; None: all weights.
+    """
     c, means = standard.combination
     leaves = case.among(means)
     if c is None or not leaves:
@@ -40,6 +47,11 @@ def linear(standard: Standard, case: Case) -> Iterator[Prediction]:
     count, total = len(leaves), len(standard.names)
     scope = "" if count == total else f"; seen in the leaves that are means: {count} of {total}"
     for cause, detail, x in _combinations(standard, case, c):
+        fitted = count < total and cause in (Cause.BY_PLACE, Cause.COEFFICIENTS)
+        if by_fit is not None and by_fit != fitted:
+            continue
+        if fitted and are_separate(standard, case, sorted(set(standard.gradients) - set(means))):
+            return
         yield Prediction(cause, detail + scope, standard.mixed(x), float(np.abs(x).sum()), leaves)
 
 
@@ -259,9 +271,7 @@ def microbatches(standard: Standard, case: Case, copied: bool = True) -> Iterato
     if case.all_are_means(standard):
         return
     for name, pieces in partitions(standard.examples, case.split).items():
-        parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
-        floats = [part.floats for part in parts if part is not None]
-        if len(floats) < len(pieces):
+        if (floats := separate_results(standard, pieces, copied)) is None:
             continue
         candidates = weights_of(standard, pieces)
         fitted = standard.fit(case.result.floats, floats, case.wide, case.leaves)

@@ -19,11 +19,13 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.errors import GradCombineError
+from gradcombine.verify.check.by_design import beside_statistics, not_predicted
 from gradcombine.verify.check.case import (
     Case,
     Hypothesis,
     Prediction,
     Terms,
+    case_of,
     explained,
     partitions,
     share_in,
@@ -37,7 +39,7 @@ from gradcombine.verify.check.moves import added, advanced, averaged, decayed, m
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of
-from gradcombine.verify.check.step_report import Cause
+from gradcombine.verify.check.step_report import BY_DESIGN, Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
@@ -71,6 +73,8 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     for hypotheses, tried, text in attempts():
         if (x := explained(standard, tried, hypotheses)) is not None:
             line = line_of(x.cause, x.detail, standard.subject, case.split) if x.line is None else x.line
+            if x.cause in BY_DESIGN.values() and not standard.not_compared:
+                standard.not_compared = not_predicted(standard, case, sorted({*differing} - {*leaves}))
             return x.cause, "; ".join(filter(None, (x.detail, text))), line
     worst = int(shares.argmax())
     precision = "float64" if case.wide else "the step's precision"
@@ -82,16 +86,6 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
     if standard.subject.returns_params and case.terms is not None:
         text += "; no gradient that reaches the optimizer equals the sum of the terms"
     return Cause.UNEXPLAINED, text, ""
-
-
-def case_of(standard: Standard, split: Split, native: Result, loss_terms: Terms | None) -> Case:
-    """Returns the case of a division, in float64 if the division and one batch run in it."""
-    if standard.wide is not None:
-        try:
-            return Case(split, standard.in_float64(split, standard.subject.batch), native, wide=True, terms=loss_terms)
-        except NotWide:
-            pass
-    return Case(split, native, native, wide=False, terms=loss_terms)
 
 
 UNEXPLAINED_PART = 0.03
@@ -111,6 +105,8 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
                 by_cause.setdefault(x.cause, []).append((i, x.detail))
     for cause, seen in by_cause.items():
         if 2 * sum(sizes[i] for i, _ in seen) > sum(sizes[i] for i in differing):
+            if cause is Cause.STATISTICS:
+                yield from beside_statistics(standard, case, differing, [i for i, _ in seen])
             names = ", ".join(standard.names[i] for i, _ in seen[:3])
             yield Prediction(cause, f"{seen[0][1]}; seen in {names}, not in all leaves")
 
@@ -248,10 +244,13 @@ def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Predic
     of_params = standard.subject.returns_params and case.leaves is None
     if not of_params or early != (case.terms is not None or standard.hides_sizes):
         return
-    for inner in islice(before_update(standard, case), CUTS):
+    metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
+    for inner, others in islice(before_update(standard, case), CUTS):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined = True
-        if cause is not Cause.UNEXPLAINED:
+        if cause is Cause.STATISTICS:
+            yield from beside_statistics(standard, case, [*others, *metrics])
+        if cause is Cause.STATISTICS or (cause is not Cause.UNEXPLAINED and not others):
             yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
 
 
@@ -379,13 +378,14 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     microbatches,
     partial(averaged, by_all=True),
     scaled_apart,
-    linear,
+    partial(linear, by_fit=False),
     padded,
     moved,
     advanced,
     decayed,
     ignored,
     partial(at_optimizer, early=False),
+    partial(linear, by_fit=True),
     repeated,
     partial(averaged, by_all=False),
     scaled,

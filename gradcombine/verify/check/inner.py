@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
@@ -30,17 +31,23 @@ CUTS = 2
 """Number of points at which a step is cut off; the earliest ones."""
 
 
-def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
-    """Yields the step up to the gradients that reach the optimizer, for all cuts that predict the result."""
+def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int]]]:
+    """Yields the step up to the gradients that reach the optimizer, for all cuts that predict the result.
+
+    Each comes with the leaves of the state that differ, but do not depend on these gradients, such as running
+    statistics. Cuts without such leaves come first.
+    """
     subject = standard.subject
     if subject.framework == "torch":
-        yield from import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
+        inner = import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
+        yield from ((x, []) for x in inner)
         return
     try:
         one, divided = (_recorded(standard, split) for split in (ONE_BATCH, case.split))
         values, divided_values = (subject.floats_of(x.values(), subject.batch, case.wide) for x in (one, divided))
     except Exception:  # the step cannot be traced, or not run like this
         return
+    count, partial_cuts = len(subject.param_leaves), list[tuple[int, list[int]]]()
     for length in _lengths(one, divided, [x.shape for _, x in subject.param_leaves]):
         counterparts = dict(zip(one.inputs(length), divided.inputs(length), strict=True))
         if all(np.array_equal(values[i], divided_values[j]) for i, j in counterparts.items()):
@@ -49,10 +56,16 @@ def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
         chosen = np.array([i in counterparts for i in range(len(values))])
         try:
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
-            if accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
-                yield Standard(_up_to(subject, length), standard.unit)
+            moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
+            if accounts_for(standard, case, predicted, 1, range(count)):
+                yield Standard(_up_to(subject, length), standard.unit), []
+            elif accounts_for(standard, case, predicted, 1, moved):
+                partial_cuts.append((length, [i for i in range(count) if i not in moved]))
         except (NotWide, NotFiniteError, ValueError):
             continue
+    for length, others in sorted(partial_cuts, key=lambda x: len(x[1])):
+        with suppress(NotFiniteError, ValueError):
+            yield Standard(_up_to(subject, length), standard.unit), others
 
 
 HIDDEN = 1e-3

@@ -70,9 +70,10 @@ class Measured:
       noise: the measured rounding noise of each leaf.
       gradient_examined: whether the gradient that reaches an optimizer has been examined.
       is_coarse: whether a division of a step with narrow dtypes could not be compared in float64.
+      not_compared: leaves that an explanation by design allows to differ, but does not predict.
     """
 
-    gradient_examined = is_coarse = False
+    gradient_examined, is_coarse, not_compared = False, False, ""
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         self.subject, self.examples = subject, subject.examples

@@ -93,7 +93,7 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
     for name, pieces in partitions(subject.examples, case.split).items():
         for factor, text in ((1.0, ""), (1 / len(pieces), f", each divided by {len(pieces)}")):
             try:
-                changes = [x[:count] for x in _in_sequence(standard, case, range(count), pieces, factor)]
+                changes = [x[:count] for x in in_sequence(standard, case, range(count), pieces, factor)]
             except (NotWide, ValueError):
                 continue
             floats = [*combined(np.full(len(pieces), factor), changes), *others]
@@ -127,11 +127,12 @@ def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
         if not moving:
             return
         try:
-            results = _in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
+            results = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
         except (NotWide, ValueError):
             continue
         summed = {i: np.sum([x[i] for x in results], axis=0) for i in moving}
-        for weights, leaves in product(weights_of(standard, pieces), ([*range(len(one))], [*moving, *rest])):
+        compared = [[*range(len(one))], *([[*moving, *rest]] if subject.framework == "torch" else [])]
+        for weights, leaves in product(weights_of(standard, pieces), compared):
             means = standard.shares(combined(weights, fixed), one, case.wide)
             if len(leaves) > len(moving) and all(means[i] <= 1 for i in case.among(leaves) if i not in moving):
                 floats = [summed.get(i, x) for i, x in enumerate(combined(weights, results))]
@@ -148,13 +149,14 @@ def averaged(standard: Standard, case: Case, by_all: bool) -> Iterator[Predictio
     subject = standard.subject
     count = len(subject.param_leaves)
     moving = case.among(range(count))
-    if not subject.returns_params or not 0 < len(moving) < count:
+    metrics = case.among(range(count, len(standard.names)))  # which a state does not change
+    if not subject.returns_params or not 0 < len(moving) < count or (metrics and case.leaves is not None):
         return
     for name, pieces in partitions(subject.examples, case.split).items():
         all_rows = [range(subject.examples)] * len(pieces)
         for batches in [all_rows] if by_all else [[*map(standard.copies, pieces)], pieces]:
             try:
-                results = _in_sequence(standard, case, moving, batches)
+                results = in_sequence(standard, case, moving, batches)
             except (NotWide, ValueError):
                 continue
             floats = list(standard.best.floats)
@@ -170,7 +172,7 @@ def _updated(
     return Prediction(Cause.ADVANCED, detail, floats, len(pieces), leaves)
 
 
-def _in_sequence(
+def in_sequence(
     standard: Standard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]], factor: float = 1.0
 ) -> list[Floats]:
     """Runs one batch after the other; each starts with the moving leaves of the state that the batch before it returns.

@@ -231,7 +231,9 @@ class Subject:
         if start is not None:
             values = iter(start)
             pairs = [(next(values), x) if is_float(x) else (None, x) for x in params]
-            params = [x if y is None else as_framework_of(y if wide else y.astype(dtype_of(x)), x) for y, x in pairs]
+            with wide_types() if wide else nullcontext():
+                typed = [(y if y is None or wide else y.astype(dtype_of(x)), x) for y, x in pairs]
+                params = [x if y is None else as_framework_of(y, x) for y, x in typed]
         if counts is not None:
             integers = iter(counts)
             pairs = [(next(integers, None) if is_present(x) and not is_float(x) else None, x) for x in params]

@@ -1,0 +1,122 @@
+"""What an explanation by design, such as statistics of each microbatch, has to predict before it may be allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.check.case import (
+    Case,
+    Prediction,
+    explained,
+    partitions,
+    separate_results,
+    split_by,
+    weights_of,
+)
+from gradcombine.verify.check.combinations import linear
+from gradcombine.verify.check.leaves import array_of, flattened, is_float, is_present
+from gradcombine.verify.check.moves import in_sequence
+from gradcombine.verify.check.running import Floats, NotWide
+from gradcombine.verify.check.standard import SAME, Standard, combined
+from gradcombine.verify.check.step_report import Cause
+
+
+def beside_statistics(
+    standard: Standard, case: Case, leaves: Sequence[int], seen: Sequence[int] = ()
+) -> Iterator[Prediction]:
+    """Explains leaves that are not the mean of the microbatches' separate results, although statistics change others.
+
+    Yields nothing if they are a state that moves at each microbatch, such as running statistics. A metric that depends
+    on the order of the examples may be such a state outside of the parameters: it is not compared.
+
+    Args:
+      leaves: leaves that may differ from one batch.
+      seen: leaves that show statistics of the microbatches, from which weights of the microbatches are fitted.
+    """
+    count = len(standard.subject.param_leaves) if standard.subject.returns_params else 0
+    others = leaves = _far(standard, case, standard.best.floats, leaves)
+    for pieces in partitions(standard.examples, case.split).values():
+        if not others or (floats := separate_results(standard, pieces)) is None:
+            continue
+        candidates = weights_of(standard, pieces)
+        fitted = standard.fit(case.result.floats, floats, case.wide, seen)
+        if fitted is not None and abs(fitted.sum() - 1) < SAME:
+            candidates.append(fitted / fitted.sum())
+        for weights in candidates:
+            predicted = combined(weights, floats)
+            far = _far(standard, case, predicted, leaves)
+            moving = [i for i in far if i < count]
+            if 0 < len(moving) < count:
+                with suppress(NotWide, ValueError):
+                    moves = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
+                    for i in moving:
+                        predicted[i] = np.sum([x[i] for x in moves], axis=0)
+                    far = _far(standard, case, predicted, far)
+            others = min(others, far, key=len)
+    if not others:
+        return
+    names, text = ", ".join(standard.names[i] for i in others[:3]), "in {}, beside statistics of the microbatches"
+    for cause, detail, predicted in _of_some(standard, case):
+        if not _far(standard, case, predicted, others):
+            yield Prediction(cause, f"{detail}; {text.format(names)}")
+            return
+    if all(i >= count and i not in standard.params for i in others) and _depends_on_order(standard, case, others):
+        standard.not_compared = f"{names}, which depends on the order of the microbatches"
+        return
+    for x in explained(standard, case._replace(leaves=tuple(others)), (linear,)), Prediction(Cause.UNEXPLAINED, ""):
+        if x is not None:
+            yield x._replace(detail="; ".join(filter(None, (x.detail, text.format(names)))))
+
+
+def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
+    """Names what an explanation by design does not predict: these leaves, or an integer that differs.
+
+    An integer is predicted if it is a sum of the microbatches' counts, or a count of calls in the state.
+    """
+    names, divided = [standard.names[i] for i in leaves], case.native.integers
+    subject, one, more = standard.subject, standard.native, case.split.microbatches - 1
+    start = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
+    for i, (name, x, y) in enumerate(zip(one.integer_names, one.integers, divided, strict=True)):
+        a, b = x.astype(np.int64), y.astype(np.int64)
+        counts_calls = subject.returns_params and i < len(start) and np.array_equal(b - a, more * (a - start[i]))
+        if not np.all(a == b) and not counts_calls and not _is_counted(standard, case, i, b):
+            names.append(name)
+    return ", ".join(names)
+
+
+def _is_counted(standard: Standard, case: Case, index: int, total: np.ndarray) -> bool:
+    """Whether an integer of the microbatches' separate results, which repeat their examples, has this sum."""
+    for pieces in partitions(standard.examples, case.split).values():
+        parts = [(len(rows), x.integers[index]) for rows in pieces if (x := standard.repeated(rows)) is not None]
+        if len(parts) == len(pieces) and np.all(sum(n * x for n, x in parts) == standard.examples * total):
+            return True
+    return False
+
+
+def _of_some(standard: Standard, case: Case) -> Iterator[tuple[Cause, str, Floats]]:
+    """Yields the sum of the microbatches' separate results, and each of them."""
+    for name, pieces in partitions(standard.examples, case.split).items():
+        if (floats := separate_results(standard, pieces)) is not None:
+            text = f"the sum of the results of the {len(pieces)} microbatches{split_by(name)}"
+            yield Cause.SUM, text, combined(np.ones(len(pieces)), floats)
+            for rows, result in zip(pieces, floats, strict=True):
+                yield Cause.LOST, f"the result of examples {', '.join(map(str, rows))} alone", result
+
+
+def _far(standard: Standard, case: Case, predicted: Floats, leaves: Sequence[int]) -> list[int]:
+    """Returns the leaves of a division's result that differ from a prediction by more than rounding."""
+    shares = standard.shares(case.result.floats, predicted, case.wide, sides=3)
+    return [i for i in leaves if shares[i] > 1]
+
+
+def _depends_on_order(standard: Standard, case: Case, leaves: Sequence[int]) -> bool:
+    """Whether these leaves of a division change if the examples are reversed."""
+    try:
+        floats = standard.run(case.split, standard.reversed_batch, case.wide).floats
+    except (NotWide, GradCombineError):
+        return False
+    return standard.subject.reverse and len(_far(standard, case, floats, leaves)) == len(leaves)

@@ -1,0 +1,159 @@
+"""What `StepReport.allowing` accepts: statistics or states by design, but no other defect beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
+
+pytestmark = [pytest.mark.needs("jax", "optax"), pytest.mark.usefixtures("as_users_do")]
+
+RNG = np.random.default_rng(0)
+FEATURES = 20
+PARAMS = {
+    "b": np.ones(3, np.float32),
+    "h": np.float32(RNG.normal(size=(3, 3))),
+    "w": np.float32(RNG.normal(size=(20, 3))),
+}
+BATCH = {"x": np.float32(RNG.normal(size=(8, FEATURES))), "y": np.float32(RNG.normal(size=(8, 3)))}
+RUNNING = {"mean": jnp.zeros(FEATURES), "variance": jnp.ones(FEATURES)}
+
+
+def loss_of(p: Any, part: Any) -> Any:
+    """Mean squared error behind a batch normalization, and the statistics and the correct signs of its batch."""
+    mean, variance = part["x"].mean(0), part["x"].var(0)
+    scores = ((part["x"] - mean) / jnp.sqrt(variance + 1e-3) @ p["w"] + p["b"]) @ p["h"]
+    correct = (scores * part["y"] > 0).sum()
+    return jnp.mean((scores - part["y"]) ** 2), ({"mean": mean, "variance": variance}, correct)
+
+
+def summed(p: Any, batch: Any, k: int, fault: str) -> tuple[Any, Any, list[Any], Any]:
+    """Gradients, the loss, the statistics of each microbatch, and the number of correct signs; one of them wrong."""
+    parts = [jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch) for i in range(k)]
+    results = [jax.value_and_grad(loss_of, has_aux=True)(p, part) for part in parts]
+    losses, aux, each = [x for (x, _), _ in results], [x for (_, x), _ in results], [g for _, g in results]
+    grads = jax.tree.map(lambda *x: sum(x) / k, *each)
+    if fault == "bias":
+        grads["b"] *= k
+    if fault == "layer":
+        grads["h"] = each[-1]["h"]
+    loss = {"loss": sum(losses), "last": losses[-1]}.get(fault, sum(losses) / k)
+    count = aux[-1][1] if fault == "count" else sum(x for _, x in aux)
+    return grads, loss, [x for x, _ in aux], count
+
+
+FAULTS = {"loss": Cause.SUM, "last": Cause.LOST, "bias": Cause.SUM, "layer": Cause.LOST}
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_statistics_hide_no_other_defect_of_gradients(fault: str) -> None:
+    def make_step(k: int) -> Any:
+        return jax.jit(lambda p, batch: summed(p, batch, k, fault)[:2])
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    assert report.cause is FAULTS.get(fault, Cause.STATISTICS), str(report)
+    assert report.allowing("statistics").passes is (not fault)
+
+
+@pytest.mark.parametrize("fault", ["", "count"])
+def test_statistics_hide_no_wrong_count(fault: str) -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            grads, _, _, count = summed(p, batch, k, fault)
+            return grads, count
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    assert report.cause is Cause.STATISTICS, str(report)
+    assert report.allowing("statistics").verdict is (Verdict.CANNOT_TELL if fault else Verdict.PASSES)
+
+
+def with_running(optimizer: Any, fault: str) -> StepReport:
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            grads, loss, statistics, _ = summed(state["params"], batch, k, fault)
+            running = state["running"]
+            for x in statistics:
+                running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, x)
+            if fault == "running":
+                running = jax.tree.map(lambda x: k * x, running)
+            updates, inner = optimizer.update(grads, state["inner"], state["params"])
+            return {"inner": inner, "params": optax.apply_updates(state["params"], updates), "running": running}, loss
+
+        return jax.jit(step)
+
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = {"inner": optimizer.init(params), "params": params, "running": RUNNING}
+    return check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
+
+
+@pytest.mark.parametrize("fault", ["", "loss", "last", "bias", "running"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "clipped"])
+def test_running_statistics_beside_an_optimizer_hide_no_other_defect(name: str, fault: str) -> None:
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+    report = with_running({"sgd": optax.sgd(0.1), "adam": optax.adam(0.01), "clipped": clipped}[name], fault)
+    cause = {"": Cause.STATISTICS, "loss": Cause.SUM, "last": Cause.LOST}.get(fault)
+    assert cause is None or report.cause is cause, str(report)
+    assert report.allowing("statistics").passes is (not fault)
+
+
+def test_running_statistics_outside_of_the_parameters_are_not_compared() -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            running = RUNNING
+            grads, _, statistics, _ = summed(p, batch, k, "")
+            for x in statistics:
+                running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, x)
+            return grads, running
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    assert report.cause is Cause.STATISTICS, str(report)
+    assert report.allowing("statistics").verdict is Verdict.CANNOT_TELL
+    assert "['mean']" in report.not_checked[0]
+
+
+def normalized(w: Any, u: Any) -> tuple[Any, Any]:
+    """The new vector of a power iteration, and the weights divided by the spectral norm that it estimates."""
+    v = w.T @ u / jnp.linalg.norm(w.T @ u)
+    u = w @ v / jnp.linalg.norm(w @ v)
+    return u, w / (u @ w @ v)
+
+
+@pytest.mark.parametrize("fault", ["", "loss"])
+@pytest.mark.parametrize("state", ["average", "power iteration"])
+def test_a_state_by_design_hides_no_wrong_metric(state: str, fault: str) -> None:
+    """The state is a JAX array: its float64 values must not be rounded between the microbatches."""
+
+    def loss_of(p: Any, part: Any, u: Any) -> tuple[Any, Any]:
+        u, w = normalized(p["w"], u) if state == "power iteration" else (u, p["w"])
+        return jnp.mean((part["x"] @ w + p["b"] - part["y"]) ** 2), jax.lax.stop_gradient(u)
+
+    def make_step(k: int) -> Any:
+        def step(whole: Any, batch: Any) -> Any:
+            p, u, losses, each = whole["params"], whole["u"], [], []
+            for i in range(k):
+                part = jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch)
+                (loss, u), grads = jax.value_and_grad(loss_of, has_aux=True)(p, part, u)
+                losses.append(loss)
+                each.append(grads)
+            new = jax.tree.map(lambda x, *g: x - 0.1 * sum(g) / k, p, *each)
+            for _ in range(k if state == "average" else 0):
+                u = 0.9 * u + 0.1 * new["w"][:, 0]
+            return {"params": new, "u": u}, sum(losses) / (1 if fault else k)
+
+        return jax.jit(step)
+
+    params = jax.tree.map(jnp.asarray, {"b": PARAMS["b"], "w": PARAMS["w"]})
+    whole = {"params": params, "u": jnp.float32(RNG.normal(size=FEATURES))}
+    report = check_step(make_step, whole, BATCH, microbatches=(2,), returns="params")
+    assert fault or report.cause is Cause.ADVANCED, str(report)
+    assert report.allowing("state").passes is (not fault)
