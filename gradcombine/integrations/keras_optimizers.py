@@ -62,7 +62,8 @@ def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
     for name, values in vars(optimizer).items():
         if isinstance(values, (list, tuple)) and len(values) == len(indices) and name != "_trainable_variables":
             slot = values[index]
-            if getattr(slot, "assign", None) is not None and name != "_variables":
+            # A MultiOptimizer lists its optimizers, which have a method assign.
+            if hasattr(slot, "assign") and hasattr(slot, "shape") and name != "_variables":
                 yield name, slot
 
 

@@ -91,6 +91,13 @@ def _as_array(x: Leaf) -> Leaf:
     return None
 
 
+def with_jax_arrays(values: Tree) -> Tree:
+    """Converts NumPy arrays to JAX arrays, which a loss can index by a traced batch; keeps all other leaves."""
+    if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(values)):
+        return values  # the module itself, not a copy of it
+    return jax.tree.map(lambda x: _as_array(x) if isinstance(x, np.ndarray) and _is_number(x) else x, values)
+
+
 STABLE_STATE = "an optimizer state whose structure and shapes do not change"
 
 

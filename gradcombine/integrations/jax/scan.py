@@ -16,7 +16,7 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.errors import invalid
-from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry
+from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry, with_jax_arrays
 from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import align, finalized, is_aligned, mark_varying
@@ -191,6 +191,7 @@ def scan_microbatches(
       The reduction of the parts of a `Contribution`, its partial state, the last carry, and the form of the loss.
     """
     loss, at = objective.loss, batch_positions(objective.loss, args)
+    args, kwargs = [*map(with_jax_arrays, args)], {name: with_jax_arrays(x) for name, x in kwargs.items()}
     batch = divide(as_arrays(tuple(args[i] for i in at)), microbatches, interleaved)
     stacked = batch.stacked
     # Microbatches of equal size have equal weights, and 1 avoids a multiplication.

@@ -69,12 +69,19 @@ class WeightedTrainStep:
 
 
 class _WeightedStep:
-    """A model's train step with the microbatch weight that its losses imply."""
+    """A model's train step with the microbatch weight that its losses imply.
 
-    def __init__(self, step: Any, model: Any, optimizer: Any) -> None:
-        self.step, self.model, self.optimizer = step, model, optimizer
+    Attributes:
+      step: the model's train step.
+      is_assigned: whether it was assigned to this model, rather than a method of its class.
+    """
+
+    def __init__(self, step: Any, is_assigned: bool, model: Any, optimizer: Any) -> None:
+        self.step, self.is_assigned, self.model, self.optimizer = step, is_assigned, model, optimizer
 
     def __call__(self, *args: Any) -> Any:
+        if accumulating(self.model.optimizer) is not self.optimizer:  # compiled anew after a fit that failed
+            return self.step(*args)
         weight = self.weight(*keras.utils.unpack_x_y_sample_weight(args[-1]))
         with no_masks(self.model), self.optimizer.weighted(weight):
             return self.step(*args)
@@ -124,14 +131,18 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         model: Any = self.model
-        if isinstance(vars(model).get("train_step"), _WeightedStep):
-            del model.train_step
+        if isinstance(wrapper := vars(model).get("train_step"), _WeightedStep):
+            if wrapper.is_assigned:
+                model.train_step = wrapper.step
+            else:
+                del model.train_step
             model.train_function = None
 
     def _wrap_train_step(self, model: Any, optimizer: Any) -> None:
-        step = vars(model).get("train_step", model.train_step)
-        # A fit that failed may have left its wrapper behind.
-        model.train_step = _WeightedStep(step.step if isinstance(step, _WeightedStep) else step, model, optimizer)
+        step, is_assigned = model.train_step, "train_step" in vars(model)
+        if isinstance(step, _WeightedStep):  # of a fit that failed
+            step, is_assigned = step.step, step.is_assigned
+        model.train_step = _WeightedStep(step, is_assigned, model, optimizer)
         model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ from gradcombine import tree
 from gradcombine.backends.jax_versions import is_transformed
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.keras.window_variables import KerasWindow
-from gradcombine.integrations.keras_optimizers import without_update
+from gradcombine.integrations.keras_optimizers import has_several, without_update
 from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree
 
 
@@ -109,6 +109,8 @@ class JaxWindow(KerasWindow):
                         after[position] = jnp.where(touched[i], after[position], old)
                 return after, ()
 
+            if present and has_several(self._optimizer):  # Keras raises if an inner optimizer has no gradients
+                return run_masked(values)
             values, _ = run_if(any_touched, run_masked, values)
             without = [None if i in unseen else x for i, x in enumerate(gradients)]
             return run_if(~any_touched, partial(run, without), values) if present else (values, ())

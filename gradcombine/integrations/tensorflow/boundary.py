@@ -136,15 +136,17 @@ class Update:
             return
         others = [i for i in all_indices if i not in known]
         others_touched = tf.gather(touched, others)
-        tf.cond(
-            tf.reduce_all(others_touched),
-            lambda: self.run(merged, all_indices, status),
-            lambda: tf.cond(
-                tf.reduce_any(others_touched),
-                lambda: self._run_masked(touched, merged, others, status),
-                lambda: self.run(merged, sorted(known), status),
-            ),
-        )
+
+        def run_masked() -> None:
+            self._run_masked(touched, merged, others, status)
+
+        def run_partly() -> None:
+            if known and self._optimizer is not None and has_several(self._optimizer):
+                run_masked()  # Keras raises if an inner optimizer has no gradients
+            else:
+                tf.cond(tf.reduce_any(others_touched), run_masked, lambda: self.run(merged, sorted(known), status))
+
+        tf.cond(tf.reduce_all(others_touched), lambda: self.run(merged, all_indices, status), run_partly)
 
     def _run_masked(self, touched: Array, merged: Sequence[Leaf], others: Sequence[int], status: Any) -> None:
         """Applies all gradients, then reverts the update of untouched variables and of their slots."""

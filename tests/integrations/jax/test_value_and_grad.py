@@ -371,3 +371,33 @@ def test_a_microbatch_without_a_norm_counts_in_no_result() -> None:
     x = jnp.float32([1, 2, 1e25, 1e25, 3, 4])  # the square of the second gradient's norm overflows
     reduction = reductions.clipped(reductions.zeroed(reductions.mean()), 100)
     assert jax.jit(value_and_grad(loss, 3, reduction=reduction))(jnp.float32(1), x) == (2.5, 2.5)
+
+
+def at_indices(p: Any, x: Any, table: Any) -> Any:
+    return jnp.mean((table[x] @ p) ** 2)
+
+
+def at_indices_weighed(p: Any, x: Any, table: Any) -> LossOutput:
+    return LossOutput(at_indices(p, x, table), weight=jnp.sum(x >= 0))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_numpy_arrays_are_indexed_by_the_batch(by_name: bool, weighed: bool) -> None:
+    """A call that is not compiled indexes NumPy arrays, shared by all microbatches, with traced integers."""
+    table, x = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(4)
+    loss = Loss(at_indices_weighed if weighed else at_indices, batch_argnums=1)
+    others = ((), {"table": table}) if by_name else ((table,), {})
+    value, grads = value_and_grad(loss, 2)(np.ones(2, np.float32), x, *others[0], **others[1])
+    assert float(value.value if weighed else value) == (1 + 25 + 81 + 169) / 4
+    assert grads.tolist() == [(0 * 1 + 2 * 5 + 4 * 9 + 6 * 13) / 2, (1 * 1 + 3 * 5 + 5 * 9 + 7 * 13) / 2]
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_numpy_parameters_are_indexed_by_the_batch(weighed: bool) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        value = jnp.mean(p[x] ** 2)
+        return LossOutput(value, weight=jnp.sum(x >= 0)) if weighed else value
+
+    _, grads = value_and_grad(loss, 2)(np.arange(4, dtype=np.float32), np.arange(4))
+    assert grads.tolist() == [0, 0.5, 1, 1.5]

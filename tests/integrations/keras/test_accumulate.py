@@ -177,6 +177,22 @@ def test_momentum_moves_no_variable_without_a_gradient_in_the_window(mode: str, 
     assert window(False, True) == ([-2.0] * 5, True)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_each_variable_may_have_its_own_optimizer() -> None:
+    """As many optimizers as variables; Keras raises for one without gradients, which a compiled step may have."""
+    variables = matrix_and_vector()
+    inner = {x.path: keras.optimizers.SGD(rate, momentum=0.5) for x, rate in zip(variables, (1.0, 0.5), strict=True)}
+    optimizer = Accumulate(keras.optimizers.MultiOptimizer(lambda x: inner[x.path]), 2)
+    step = stepper(optimizer, variables, "compiled")
+    matrix, vector, seen = np.ones((2, 3), np.float32), np.ones(5, np.float32), []
+    for last in ([matrix, vector], [matrix, None], [None, vector], [matrix, None]):
+        step([matrix, last[1] if len(seen) == 3 else vector])
+        step(last)
+        seen.append([float(x.numpy().ravel()[0]) for x in variables])
+    # The means are 1 and 1, 1 and 0.5, 0.5 and 1, 1 and nothing; the first two windows' velocities are -1, -0.5 ...
+    assert seen == [[0.0, 0.5], [-1.5, 0.0], [-2.75, -0.75], [-4.375, -0.75]]
+
+
 def test_a_microbatch_of_weight_0_and_an_earlier_window_reach_nothing(mode: str) -> None:
     variables, given = matrix_and_vector(), microbatches(5, 4)
     poison = [np.full_like(x, np.nan) for x in given[0]]

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import Batches, Plain, bits, linear, warned_of
+from tests.integrations.keras.cases import ON_JAX, Batches, Plain, bits, linear, warned_of
 from tests.spec.selection import named
 
 RNG = np.random.default_rng(0)
@@ -81,6 +81,36 @@ def test_the_callback_weighs_the_smaller_last_batch(settings: dict[str, Any]) ->
     expected = weights(sgd(), 8)
     for a, b in zip(received, expected, strict=True):
         np.testing.assert_allclose(np.frombuffer(a, np.float32), np.frombuffer(b, np.float32), rtol=1e-6)
+
+
+def test_an_assigned_train_step_stays_after_fit() -> None:
+    model, calls = linear(Accumulate(sgd(), 2), Plain), []
+    step = model.train_step
+
+    def counted(*args: Any) -> Any:
+        calls.append(len(args))
+        return step(*args)
+
+    model.train_step = counted
+    model.compile(model.optimizer, "mse", run_eagerly=not ON_JAX)
+    for number in (1, 2):
+        model.fit(batches(4, 4), shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd()])
+        assert model.train_step is counted
+        assert len(calls) >= number
+    assert int(model.optimizer.iterations) == 2
+
+
+def test_a_fit_that_stopped_leaves_no_weights_to_another_optimizer() -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    model = linear(Accumulate(sgd(), 2), Plain)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(batches(4, 4), shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd(), Stop()])
+    model.compile(sgd(), keras.losses.MeanSquaredError(reduction="sum"))
+    model.fit(batches(4), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 1
 
 
 @pytest.mark.full
