@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from gradcombine.errors import GradCombineError
+from gradcombine.reporting.words import listed
 from gradcombine.verify.check.case import (
     Case,
     Prediction,
@@ -79,10 +80,11 @@ def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
     """
     names, divided = [standard.names[i] for i in leaves], case.native.integers
     subject, one, more = standard.subject, standard.native, case.split.microbatches - 1
-    start = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
+    leaves_before = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
+    start = [x.astype(np.int64) for x in leaves_before] if subject.returns_params else []
     for i, (name, x, y) in enumerate(zip(one.integer_names, one.integers, divided, strict=True)):
         a, b = x.astype(np.int64), y.astype(np.int64)
-        counts_calls = subject.returns_params and i < len(start) and np.array_equal(b - a, more * (a - start[i]))
+        counts_calls = i < len(start) and np.array_equal(b - a, more * (a - start[i]))
         if not np.all(a == b) and not counts_calls and not _is_counted(standard, case, i, b):
             names.append(name)
     return ", ".join(names)
@@ -91,8 +93,9 @@ def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
 def _is_counted(standard: Standard, case: Case, index: int, total: np.ndarray) -> bool:
     """Whether an integer of the microbatches' separate results, which repeat their examples, has this sum."""
     for pieces in partitions(standard.examples, case.split).values():
-        parts = [(len(rows), x.integers[index]) for rows in pieces if (x := standard.repeated(rows)) is not None]
-        if len(parts) == len(pieces) and np.all(sum(n * x for n, x in parts) == standard.examples * total):
+        results = [(len(rows), x.integers[index]) for rows in pieces if (x := standard.repeated(rows)) is not None]
+        parts = [n * x.astype(np.int64) for n, x in results]
+        if len(parts) == len(pieces) and np.array_equal(sum(parts), standard.examples * total):
             return True
     return False
 
@@ -104,7 +107,7 @@ def _of_some(standard: Standard, case: Case) -> Iterator[tuple[Cause, str, Float
             text = f"the sum of the results of the {len(pieces)} microbatches{split_by(name)}"
             yield Cause.SUM, text, combined(np.ones(len(pieces)), floats)
             for rows, result in zip(pieces, floats, strict=True):
-                yield Cause.LOST, f"the result of examples {', '.join(map(str, rows))} alone", result
+                yield Cause.LOST, f"the result of examples {listed([*map(str, rows)], 6)} alone", result
 
 
 def _far(standard: Standard, case: Case, predicted: Floats, leaves: Sequence[int]) -> list[int]:

@@ -247,7 +247,7 @@ def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Predic
     metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
     for inner, others in islice(before_update(standard, case), CUTS):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
-        standard.gradient_examined = True
+        standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:
             yield from beside_statistics(standard, case, [*others, *metrics])
         if cause is Cause.STATISTICS or (cause is not Cause.UNEXPLAINED and not others):
