@@ -1,4 +1,4 @@
-"""What an explanation by design, such as statistics of each microbatch, has to predict before it may be allowed."""
+"""Predictions that an explanation by design, such as statistics of each microbatch, must make before it is allowed."""
 
 from __future__ import annotations
 
