@@ -60,17 +60,17 @@ def beside_statistics(
             others = min(others, far, key=len)
     if not others:
         return
-    names, text = ", ".join(standard.names[i] for i in others[:3]), "in {}, beside statistics of the microbatches"
+    names = ", ".join(standard.names[i] for i in others[:3])
+    text = f"in {names}, beside statistics of the microbatches"
     for cause, detail, predicted in _of_some(standard, case):
         if not _far(standard, case, predicted, others):
-            yield Prediction(cause, f"{detail}; {text.format(names)}")
+            yield Prediction(cause, f"{detail}; {text}")
             return
     if all(i >= count and i not in standard.params for i in others) and _depends_on_order(standard, case, others):
         standard.not_compared = f"{names}, which depends on the order of the microbatches"
         return
-    for x in explained(standard, case._replace(leaves=tuple(others)), (linear,)), Prediction(Cause.UNEXPLAINED, ""):
-        if x is not None:
-            yield x._replace(detail="; ".join(filter(None, (x.detail, text.format(names)))))
+    x = explained(standard, case._replace(leaves=tuple(others)), (linear,))
+    yield Prediction(Cause.UNEXPLAINED, text) if x is None else x._replace(detail=f"{x.detail}; {text}")
 
 
 def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
@@ -118,8 +118,10 @@ def _far(standard: Standard, case: Case, predicted: Floats, leaves: Sequence[int
 
 def _depends_on_order(standard: Standard, case: Case, leaves: Sequence[int]) -> bool:
     """Whether these leaves of a division change if the examples are reversed."""
+    if not standard.subject.reverse:
+        return False
     try:
         floats = standard.run(case.split, standard.reversed_batch, case.wide).floats
     except (NotWide, GradCombineError):
         return False
-    return standard.subject.reverse and len(_far(standard, case, floats, leaves)) == len(leaves)
+    return len(_far(standard, case, floats, leaves)) == len(leaves)

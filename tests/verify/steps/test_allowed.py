@@ -124,6 +124,25 @@ def test_running_statistics_outside_of_the_parameters_are_not_compared() -> None
     assert "['mean']" in report.not_checked[0]
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("power", [2, 1])
+def test_a_count_of_calls_in_the_state_is_predicted(power: int) -> None:
+    """A layer counts its calls; any other number of them is not compared."""
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            grads = summed(state["params"], batch, k, "")[0]
+            calls = state["calls"] + k**power
+            return {"calls": calls, "params": jax.tree.map(lambda x, g: x - 0.1 * g, state["params"], grads)}
+
+        return jax.jit(step)
+
+    state = {"calls": jnp.int32(3), "params": jax.tree.map(jnp.asarray, PARAMS)}
+    report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is Cause.STATISTICS, str(report)
+    assert report.allowing("statistics").verdict is (Verdict.PASSES if power == 1 else Verdict.CANNOT_TELL)
+
+
 def normalized(w: Any, u: Any) -> tuple[Any, Any]:
     """The new vector of a power iteration, and the weights divided by the spectral norm that it estimates."""
     v = w.T @ u / jnp.linalg.norm(w.T @ u)
