@@ -306,10 +306,14 @@ def _of_microbatches(
         return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
     if np.ptp(weights) < SAME and (right := _weights_in_one_batch(standard, pieces, floats)) is not None:
         return Cause.MEAN_OF_MEANS, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
-    if not standard.excluded or standard.has_denominators:
+    if not standard.excluded:
         return None
     low, high = weights.min(), weights.max()
     equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
+    if standard.has_denominators:
+        cause = Cause.MEAN_OF_MEANS if high - low < SAME else Cause.DENOMINATOR
+        text = f"the microbatches have {equal}, but one batch is a sum of means with different denominators"
+        return cause, f"{text}; to see which, pass terms"
     distance = over(float(np.linalg.norm(flat(case.result.floats) - flat(best))), float(np.linalg.norm(flat(best))))
     text = f"the mean of their separate results, with {equal}, is {distance:.2g} of one batch's norm away"
     return Cause.STATISTICS, text

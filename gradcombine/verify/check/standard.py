@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError
+from gradcombine.verify.check.denominators import are_several
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
@@ -29,12 +29,6 @@ CERTAIN = 1e3
 
 SAME_SIZE = 0.05
 """Relative difference of changes of the same size; twice that part of the parameters may change otherwise."""
-
-POINTS_OF_TWO = 5
-"""Number of mixtures of two examples to which the three coefficients of two means are fitted."""
-
-MOST_COUNTS = 3
-"""Maximal number of counts of the examples to try for them."""
 
 PART = re.compile(r"\.\w+|\[[^\]]*\]")
 """A part of a leaf's path."""
@@ -66,6 +60,9 @@ class Standard(Measured):
         """
         if not any(np.any(x) for x in self.best.floats):
             return "a result that is 0"
+        results = [x.floats for x in self.columns if x is not None]
+        if results and not faults and all(np.array_equal(flat(x), flat(self.best.floats)) for x in results):
+            return "a result that no example changes"
         # In PyTorch, the results include the gradients that reach optimizers.
         if not self.subject.returns_params or self.subject.framework == "torch" or self.gradient_examined:
             return ""
@@ -128,6 +125,8 @@ class Standard(Measured):
             each = leaf.reshape(self.examples, -1)
             # Next-token losses skip the first or the last token of a sequence.
             candidates += [np.count_nonzero(x, axis=1).astype(np.float64) for x in (each, each[:, 1:], each[:, :-1])]
+            if leaf.dtype.kind == "i" and leaf.min(initial=0) < 0:  # labels of which negative ones are ignored
+                candidates.append((each >= 0).sum(axis=1, dtype=np.float64))
             if leaf.dtype.kind in "fiub":
                 candidates.append(each.sum(axis=1, dtype=np.float64))
         distinct: dict[bytes, np.ndarray] = {}
@@ -207,33 +206,16 @@ class Standard(Measured):
 
     @cached_property
     def has_denominators(self) -> bool:
-        """Whether one batch is a sum of two means with different weights, by counts and by examples.
+        """Whether one batch is a sum of means with different denominators, not with statistics of the batch."""
+        wide = self.wide is not None
 
-        Of p copies of one example and q of another, it is then ``a + b * p c / (p c + q d) + e * p / (p + q)`` for
-        their counts c and d, which statistics of the batch, nonlinear in p, are not.
-        """
-        n, wide = self.examples, self.wide is not None
-        number = np.unique(np.linspace(0, n, POINTS_OF_TWO).astype(int))
-        if len(number) < POINTS_OF_TWO:
-            return False
-        for counts in islice((x for x in self.counts() if x.min() >= 0 and np.ptp(x) > 0), MOST_COUNTS):
-            first, second = int(counts.argmax()), int(counts.argmin())
-            batches = [self.subject.rows([first] * p + [second] * (n - p)) for p in number.tolist()]
-            try:
-                results = [self.subject.run(ONE_BATCH, batch, wide).floats for batch in batches]
-            except (NotWide, GradCombineError):
-                continue
-            weights = number * counts[first], (n - number) * counts[second]
-            by_count = weights[0] / np.where(number == 0, 1, weights[0] + weights[1])
-            basis = np.stack([np.ones(len(number)), by_count, number / n], axis=1)
-            columns = [np.stack(x) for x in zip(*results, strict=True)]
-            fitted = [np.tensordot(basis @ np.linalg.pinv(basis), x, 1) for x in columns]
-            # Copies of one example may cancel in each group of a batch, which shows nothing.
-            varies = any(_differ(x[i], x[0]) for x in columns for i in range(1, len(number)))
-            pairs = zip(results, zip(*fitted, strict=True), strict=True)
-            if varies and all(self.shares(a, b, wide, 4).max() <= 1 for a, b in pairs):
-                return True
-        return False
+        def run(rows: Rows) -> Floats:
+            return self.subject.run(ONE_BATCH, self.subject.rows(rows), wide).floats
+
+        def near(a: Floats, b: Floats) -> bool:
+            return bool(self.shares(a, b, wide, 4).max() <= 1)
+
+        return self.excluded and are_several([*self.counts()], run, near)
 
     @cached_property
     def total(self) -> float | None:

@@ -201,7 +201,8 @@ class StepReport(NamedTuple):
         return self.faults[0].cause if self.faults else None
 
     def __str__(self) -> str:
-        lines = [_ANSWERS[self.verdict]]
+        by_design = self.verdict is Verdict.PASSES and self.allowed
+        lines = [_BY_DESIGN_ALONE if by_design else _ANSWERS[self.verdict]]
         lines += [f"  {fault}" for fault in self.faults]
         lines += [f"  allowed: {fault}" for fault in self.allowed]
         lines += [f"  {run}" for run in self.runs]
@@ -215,6 +216,8 @@ _ANSWERS = {
     Verdict.FAILS: "the step depends on how its batch is divided, or is inaccurate",
     Verdict.CANNOT_TELL: "cannot tell whether the step depends on how its batch is divided",
 }
+
+_BY_DESIGN_ALONE = "the step depends on how its batch is divided by an allowed cause alone"
 
 
 def headline(report: StepReport) -> str:

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from gradcombine.verify import Cause, check_step
+from gradcombine.verify import Cause, Verdict, check_step
 
 pytestmark = [pytest.mark.needs("jax", "optax", "flax"), pytest.mark.usefixtures("as_users_do")]
 
@@ -55,7 +55,7 @@ def test_means_of_groups_are_no_statistics_of_a_microbatch(means: bool, k: int) 
 
 @pytest.mark.parametrize("returns", ["gradients", "params"])
 def test_a_term_by_the_wrong_denominator_is_no_statistics(returns: str) -> None:
-    """A mean over examples beside one over tokens, both weighted by tokens: not explained without the terms."""
+    """A mean over examples beside one over tokens, both weighted by tokens."""
 
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
@@ -70,8 +70,68 @@ def test_a_term_by_the_wrong_denominator_is_no_statistics(returns: str) -> None:
         return jax.jit(step)
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns=returns)
-    assert report.cause is Cause.UNEXPLAINED, str(report)
+    assert report.cause is Cause.DENOMINATOR, str(report)
     assert not report.allowing("statistics").passes
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("terms", [2, 3])
+def test_terms_by_two_counts_are_no_statistics(terms: int, by_tokens: bool) -> None:
+    """Terms over three sets of tokens, with equal microbatches, or all weighted by the tokens of the first term."""
+    rng = np.random.default_rng(terms)
+    counts = [np.float32(rng.integers(1, 6, 8)) for _ in range(terms)]
+    batch = {"x": np.float32(rng.normal(size=(8, 5))), "y": np.float32(rng.normal(size=8)), "counts": counts}
+
+    def loss(p: Any, part: Any) -> Any:
+        scores = jnp.tanh(part["x"] @ p["w"] + p["b"])
+        each = [(scores - part["y"]) ** 2, 0.3 * scores**4, jnp.exp(scores)]
+        return sum((x * count).sum() / count.sum() for x, count in zip(each, part["counts"], strict=False))
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            tokens = [part["counts"][0].sum() if by_tokens else 1.0 for part in parts(batch, k)]
+            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
+            return jax.tree.map(lambda *x: sum(a * b for a, b in zip(tokens, x, strict=True)) / sum(tokens), *grads)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    assert report.cause is (Cause.DENOMINATOR if by_tokens else Cause.MEAN_OF_MEANS), str(report)
+    assert "terms" in report.faults[0].detail
+    assert not report.allowing("statistics").passes
+
+
+def test_balance_is_statistics_though_it_is_linear_in_two_examples() -> None:
+    """Examples with the most and the fewest tokens have the same expert, so the balance is linear in their copies."""
+    batch = BATCH | {"x": BATCH["x"].copy()}
+    first, second = int(batch["length"].argmax()), int(batch["length"].argmin())
+    batch["x"][second] = batch["x"][first]
+
+    def make_step(k: int) -> Any:
+        def loss(p: Any, part: Any) -> Any:
+            scores, tokens = part["x"] @ p["w"] + p["b"], part["length"] / part["length"].sum()
+            chance = jax.nn.sigmoid(scores)
+            balance = (tokens * (scores > 0)).sum() * (tokens * chance).sum()
+            return (tokens * (chance - part["y"]) ** 2).sum() + balance
+
+        def step(p: Any, batch: Any) -> Any:
+            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
+            weights = [part["length"].sum() / batch["length"].sum() for part in parts(batch, k)]
+            return jax.tree.map(lambda *x: sum(a * b for a, b in zip(weights, x, strict=True)), *grads)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    assert report.cause is Cause.STATISTICS, str(report)
+    allowed = report.allowing("statistics")
+    assert allowed.passes, str(allowed)
+    assert "by an allowed cause alone" in str(allowed)
+
+
+def test_a_step_that_ignores_its_batch_is_not_compared() -> None:
+    report = check_step(lambda _: lambda p, _: p, PARAMS, BATCH, microbatches=(2,), returns="gradients")
+    assert report.verdict is Verdict.CANNOT_TELL, str(report)
+    assert "no example changes" in str(report)
 
 
 @pytest.mark.parametrize("statistic", ["normalized", "contrasted", "balanced"])
