@@ -72,7 +72,7 @@ def measured(reduction: Reduction) -> Reduction:
     contributions: of a tree of a list, or the tree of a replica. Contributions of weight 0 are not measured.
 
     Args:
-      reduction: any reduction of float leaves.
+      reduction: any reduction of dense float leaves.
 
     Returns:
       A reduction whose result is ``Measured(value, Metrics(norm_mean, norm_variance, norm_max, count, weight))``.

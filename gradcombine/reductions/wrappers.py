@@ -86,7 +86,10 @@ class Zeroed(OnContributions):
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         leaves, structure = tree.flatten(value)
         backend = resolve([*leaves, weight])
-        arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
+        # Other sparse containers than tf.IndexedSlices are flattened.
+        slices = [None if is_absent(x) else row_slices(x) for x in leaves]
+        values = [x if rows is None else rows.values for x, rows in zip(leaves, slices, strict=True)]
+        arrays = [x if is_absent(x) else backend.asarray(x) for x in values]
 
         def is_inexact(x: Leaf) -> bool:
             return not is_absent(x) and dtypes.kind(backend.dtype(x)) in ("float", "complex")
@@ -108,7 +111,11 @@ class Zeroed(OnContributions):
             return backend.where(finite, x, backend.full((), 0, backend.dtype(x))) if is_inexact(x) else x
 
         wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
-        return tree.unflatten(structure, map(masked, arrays)), where(backend, finite, weight, wide)
+        changed = [
+            x if rows is None else type(leaf)(x, leaf.indices, leaf.dense_shape)
+            for x, rows, leaf in zip(map(masked, arrays), slices, leaves, strict=True)
+        ]
+        return tree.unflatten(structure, changed), where(backend, finite, weight, wide)
 
 
 def zeroed_weight(reduction: Reduction, value: Tree, weight: Scalar) -> Scalar:
@@ -133,7 +140,7 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     a `Ratio`. To clip the gradient of a window instead, clip the result.
 
     Args:
-      reduction: any reduction of float leaves.
+      reduction: any reduction of dense float leaves.
       max_norm: the largest norm of a contribution, positive and finite.
 
     Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -19,8 +20,8 @@ from gradcombine.reporting.sections import Cells, HeatMap, Section, show
 from gradcombine.verify.check.checking import checked
 from gradcombine.verify.check.step_program import format_line
 from gradcombine.verify.check.step_report import BY_DESIGN, REMEDIES, Cause, Fault, StepReport, Verdict, headline
-from gradcombine.verify.foreign_calls import arguments, within_seconds
-from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, progress
+from gradcombine.verify.foreign_calls import arguments, exits_after
+from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, print_error, progress
 
 NEEDED = ("make_step", "params", "batch")
 OPTIONAL = ("microbatches", "devices", "returns", "pad", "terms", "reference", "unit")
@@ -76,8 +77,9 @@ def check_command(
         if terms is not None:
             options["terms"] = callable_named("check", terms)
         intended = [] if allow is None else [x.strip() for x in allow.split(",")]
-        with progress("importing") as step:
-            report, source = _check_named(what, options, timeout, step)
+        late = invalid(f"a check that takes less than {timeout or 0:g} s", "one that takes longer")
+        with progress("importing") as step, exits_after(timeout, 2, partial(print_error, late, "check")):
+            report, source = _check_named(what, options, step)
         if not report.runs:
             expected = f"a step whose results repeat from call to call: {REMEDIES[Cause.STATE]}"
             raise GradCombineError("check", expected, f"different results for {report.faults[0].run}")
@@ -101,17 +103,15 @@ def _causes(content: Any) -> frozenset[tuple[str, str]]:
 
 @operation("check")
 def _check_named(
-    what: str, options: Mapping[str, Any], timeout: float | None, progress: Callable[[str, int, int], None]
+    what: str, options: Mapping[str, Any], progress: Callable[[str, int, int], None]
 ) -> tuple[StepReport, str]:
     """Checks the step of "module:callable"; returns the report, and the file and line of ``make_step`` if known."""
-    late = invalid(f"a check that takes less than {timeout or 0:g} s", "one that takes longer")
-    with within_seconds(timeout, late):
-        case: Any = foreign("a callable without arguments that returns", what, callable_named("check", what))
-        if isinstance(case, tuple) and len(cast("tuple[Any, ...]", case)) == len(NEEDED):
-            case = dict(zip(NEEDED, cast("tuple[Any, ...]", case), strict=True))
-        case = arguments(f"{what} to return (make_step, params, batch), or", case, NEEDED, OPTIONAL)
-        make_step, params, batch = (case.pop(name) for name in NEEDED)
-        return checked(make_step, params, batch, case | dict(options), progress), _source_of(make_step)
+    case: Any = foreign("a callable without arguments that returns", what, callable_named("check", what))
+    if isinstance(case, tuple) and len(cast("tuple[Any, ...]", case)) == len(NEEDED):
+        case = dict(zip(NEEDED, cast("tuple[Any, ...]", case), strict=True))
+    case = arguments(f"{what} to return (make_step, params, batch), or", case, NEEDED, OPTIONAL)
+    make_step, params, batch = (case.pop(name) for name in NEEDED)
+    return checked(make_step, params, batch, case | dict(options), progress), _source_of(make_step)
 
 
 def _source_of(function: Any) -> str:

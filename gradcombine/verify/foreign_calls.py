@@ -1,10 +1,11 @@
-"""Arguments returned by a user's callable, and a time limit for calls of foreign code."""
+"""Arguments returned by a user's callable, and time limits for calls of foreign code."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,29 +23,51 @@ def arguments(what: str, returned: Any, needed: Sequence[str], optional: Sequenc
     return dict(received)
 
 
-class _LateError(KeyboardInterrupt):
-    """Raised when the time is over: an interrupt, which code that catches other exceptions lets pass."""
+@contextmanager
+def exits_after(seconds: float | None, status: int, before: Callable[[], None]) -> Generator[None]:
+    """Ends the process with ``status`` if the body takes longer than ``seconds``; None for no limit.
+
+    An exception would wait for a compiler to return, and crash the import of an extension module.
+
+    Args:
+      seconds: the limit.
+      status: exit status.
+      before: is called first, in another thread.
+    """
+
+    def end() -> None:
+        try:
+            before()
+        finally:
+            os._exit(status)
+
+    timer = threading.Timer(seconds or 0, end)
+    timer.daemon = True
+    if seconds is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
-def within_seconds(seconds: float | None, late: GradCombineError) -> Generator[None]:
-    """Raises ``late`` if the body takes longer than ``seconds``; None for no limit.
+def within_seconds(seconds: float, late: GradCombineError) -> Generator[None]:
+    """Raises ``late`` if the body, a match of a regular expression, takes longer than ``seconds``.
 
-    Uses a signal, so there is no limit outside of the main thread and on Windows.
+    Uses a signal, as a match holds the interpreter's lock, so there is no limit outside of the main thread and on
+    Windows.
     """
-    if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
     def over(*_: Any) -> None:
-        raise _LateError
+        raise late
 
-    # The alarm repeats: Python ignores exceptions in finalizers and callbacks, and the body may catch one.
-    handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except _LateError:
-        raise late from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)

@@ -95,10 +95,17 @@ def errors(command: str) -> Generator[None, None, None]:
     try:
         yield
     except (GradCombineError, OSError, MemoryError) as error:
-        if isinstance(error, GradCombineError) and not error.operation:
-            error.rename(command)
-        Console(stderr=True).print(plain(str(error), "red"), soft_wrap=True)
+        print_error(error, command)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
+
+
+def print_error(error: Exception, command: str) -> None:
+    """Prints an error in one line, as one of this command unless it has an operation."""
+    if isinstance(error, GradCombineError) and not error.operation:
+        error.rename(command)
+    console = Console(stderr=True)
+    console.show_cursor()  # which a progress bar hides
+    console.print(plain(str(error), "red"), soft_wrap=True)
 
 
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:

@@ -88,3 +88,24 @@ def test_tracing_does_not_rewrite_the_library() -> None:
     assert all(hasattr(function, "autograph_info__") for function in public)
     marked = tf.autograph.experimental.do_not_convert(lambda: None)
     assert hasattr(marked, "autograph_info__")
+
+
+@pytest.mark.parametrize("bad", [1.0, np.inf])
+@pytest.mark.parametrize("has_shape", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_zeroed_keeps_indexed_slices(traced: bool, has_shape: bool, bad: float) -> None:
+    import tensorflow as tf
+
+    acc = gc.accumulate(reductions.zeroed(reductions.row_mean(capacity=4)), every=2)
+    shape = tf.constant([4, 1]) if has_shape else None
+
+    def window(first: Any, second: Any) -> Any:
+        state = acc.init(tf.zeros([4, 1]))
+        for values in (first, second):
+            state = acc.update(tf.IndexedSlices(values, tf.constant([1, 1]), shape), state)
+        return gc.sparse.to_dense(acc.value(state))
+
+    run = tf.function(window) if traced else window
+    result = run(tf.constant([[1.0], [2.0]]), tf.constant([[bad], [4.0]]))
+    expected = 4.0 if np.isfinite(bad) else 3.0
+    np.testing.assert_array_equal(result, [[0], [expected], [0], [0]])

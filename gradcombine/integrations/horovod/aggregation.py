@@ -273,7 +273,8 @@ class LocalGradientAggregation(WithSeen):
             reduced = require_items("a list of gradients from allreduce", reduced)
             require_equal("{} gradients from allreduce", len(shared), len(reduced))
             for i, x in zip(shared, reduced, strict=True):
-                combined[i] = x
+                with within(f"[{i}]"):
+                    combined[i] = _like(x, gradients[i])
         if self._scale_local and any(local):
             size = self._n_ranks()
             combined = [_divided(x, size) if is_local else x for x, is_local in zip(combined, local, strict=True)]
@@ -282,7 +283,8 @@ class LocalGradientAggregation(WithSeen):
     def _n_ranks(self) -> Array:
         size = getattr(self._allreduce, "size", None) if self._size is None else self._size
         size = require_given("a size, for the gradients of local variables", size)
-        return size() if callable(size) else size
+        size = size() if callable(size) else size
+        return size if isinstance(size, tf.Tensor) else require_integer("a size of 1 or more", size)
 
 
 def _passes(k: Any) -> int:
@@ -312,12 +314,28 @@ def _key(variable: Any) -> Any:
     return variable.ref() if hasattr(variable, "ref") else id(variable)
 
 
+def _like(reduced: Any, gradient: Leaf) -> Leaf:
+    """A result of ``allreduce`` as a tensor; raises unless it has the dtype of its gradient, and its shape if dense."""
+    is_sparse = isinstance(reduced, tf.IndexedSlices)
+    if not is_sparse:
+        if not isinstance(reduced, (tf.Tensor, tf.Variable, np.ndarray)):
+            raise invalid("a tensor or tf.IndexedSlices from allreduce", shown(reduced))
+        reduced = load("tensorflow").asarray(reduced)
+    has_shape = is_sparse or isinstance(gradient, tf.IndexedSlices) or reduced.shape.is_compatible_with(gradient.shape)
+    if reduced.dtype != gradient.dtype or not has_shape:
+        received = f"{reduced.dtype.name} of shape {reduced.shape}"
+        raise invalid(f"{gradient.dtype.name} of shape {gradient.shape} from allreduce", received)
+    return reduced
+
+
 def _divided(gradient: Leaf, divisor: Scalar) -> Array:
     """``gradient / divisor``, correctly rounded; unchanged for None and for a divisor of 1."""
     if gradient is None or (isinstance(divisor, int) and divisor == 1):
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return sparse.with_values(gradient, _divided(gradient.values, divisor))
+    if not (gradient.dtype.is_floating or gradient.dtype.is_complex):
+        raise invalid("float or complex gradients, to divide them", gradient.dtype.name)
     backend = load("tensorflow")
     dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
     return backend.divide(gradient, backend.cast(tf.convert_to_tensor(divisor), dtype))

@@ -37,10 +37,10 @@ class WeightedTrainStep:
     def microbatch_weight(self, x: Tree, y: Tree, sample_weight: Tree) -> Array:
         """Computes the weight of one microbatch on one replica, by default from the reduction of the losses.
 
-        For Keras' default ``"sum_over_batch_size"`` it is the number of examples (of the first label), by which Keras
-        divides even if there are sample weights; for ``"mean_with_sample_weight"`` the sum of the sample weights; for
+        For Keras' default ``"sum_over_batch_size"`` it is the number of examples (of the first label), even if there
+        are sample weights, as for Keras; for ``"mean_with_sample_weight"`` the sum of the sample weights; for
         ``"sum"``, with ``Accumulate(..., reduction="sum")``, 1. If layers mask tokens, override it to return the number
-        of unmasked tokens.
+        of unmasked tokens; if the length of sequences differs between batches, the number of tokens.
 
         Args:
           x, y, sample_weight: a batch, as passed by ``fit`` to ``train_step``.
@@ -95,10 +95,10 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     """Weights the microbatches of ``fit``, and applies the partial window at the end of an epoch.
 
     The weight of a microbatch is its number of examples on the replica, so that the smaller last batch of an epoch
-    counts for less. For losses with ``reduction="mean_with_sample_weight"`` it is the sum of the sample weights. A
-    model with `WeightedTrainStep` keeps its weights, and ``Accumulate(reduction="sum")``, for losses with
-    ``reduction="sum"``, adds unweighted gradients. The partial window is divided by its actual weight, and the next
-    epoch begins a new one.
+    counts for less (sequences must have one length). For losses with ``reduction="mean_with_sample_weight"`` it is the
+    sum of the sample weights. A model with `WeightedTrainStep` keeps its weights, and ``Accumulate(reduction="sum")``,
+    for losses with ``reduction="sum"``, adds unweighted gradients. The partial window is divided by its actual weight,
+    and the next epoch begins a new one.
 
     The partial window is applied before the epoch's validation, and before ``on_epoch_end`` of the callbacks that
     follow this one in the list: list it first, before a ModelCheckpoint for instance.

@@ -142,7 +142,8 @@ def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree)
     with within("loss"):
         if several:
             raise invalid(expected, f"{len(leaves)} sample weights and reductions {sorted(map(repr, reductions))}")
-    return keras.ops.sum(keras.ops.cast(leaves[0], "float32"))
+    is_wide = keras.backend.standardize_dtype(leaves[0].dtype) == "float64"
+    return keras.ops.sum(keras.ops.cast(leaves[0], "float64" if is_wide else "float32"))
 
 
 def _reductions(model: Any) -> set[Any]:

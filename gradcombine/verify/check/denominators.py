@@ -32,8 +32,8 @@ Near = Callable[[Floats, Floats], bool]
 def are_several(counts: Sequence[np.ndarray], run: Run, near: Near) -> bool:
     """Whether one batch is a sum of means that are divided by different counts of its examples.
 
-    Of p copies of one example and q of another, with counts c and d, a mean is ``a + b * p c / (p c + q d)``. Statistics
-    of the batch, in general, are no sum of such fractions.
+    Of p copies of one example and q of another, with counts c and d, a mean is ``a + b * p c / (p c + q d)``. In
+    general, statistics of the batch are no sum of such fractions.
 
     Args:
       counts: plausible counts of the examples; equal ones among them.

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.denominators import are_several
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
-from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, Floats, Result, Rows, Split, Subject
 
 SAME = 0.01
 """Distance from fitted coefficients to those of a hypothesis within which the hypothesis itself is tested."""

@@ -286,6 +286,16 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths": (lambda: passed([None], []), "0 gradients"),
     "a short answer of the all-reduce": (lambda: passed(*ONE, lambda *_: []), "1 gradients from allreduce"),
     "no size, for local variables": (lambda: passed(*ONE, lambda gradients, _: gradients, 1), "expected a size"),
+    "a size of 0": (lambda: passed(*ONE, local=1, size=lambda: 0), "a size of 1 or more"),
+    "text as a size": (lambda: passed(*ONE, local=1, size=lambda: "a"), "a size of 1 or more"),
+    "text from the all-reduce": (lambda: passed(*ONE, lambda *_: ["a"]), r"\[0\]: .*from allreduce, received 'a'"),
+    "None from the all-reduce": (lambda: passed(*ONE, lambda *_: [None]), r"\[0\]: .*from allreduce, received None"),
+    "another dtype": (lambda: passed(*ONE, lambda *_: [np.ones((), np.float64)]), "float32 of shape .* float64"),
+    "another shape": (lambda: passed(*ONE, lambda *_: [np.ones(3, np.float32)]), r"of shape \(\) from allreduce"),
+    "a local gradient of integers": (
+        lambda: passed([tf.constant(1)], [tf.Variable(0)], local=1, size=4),
+        "float or complex gradients, to divide them, received int32",
+    ),
 }
 
 
@@ -294,3 +304,12 @@ def test_bad_input(case: str) -> None:
     call, text = BAD[case]
     with pytest.raises(gc.GradCombineError, match=text):
         call()
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_the_all_reduce_may_return_numpy_arrays(average: bool) -> None:
+    aggregation = LocalGradientAggregation(
+        2, lambda gradients, _: [10 * x.numpy() for x in gradients], average_aggregated_gradients=average
+    )
+    results = [aggregation.compute_gradients([tf.constant([x])], [tf.Variable([0.0])])[0] for x in (1.0, 2.0)]
+    assert isinstance(results[1], tf.Tensor) and results[1].numpy() == (15 if average else 30)

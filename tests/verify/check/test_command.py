@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,12 @@ def wrong_case(): return {"make_step": wrong, "params": PARAMS, "batch": BATCH, 
 def pinned_case(): return pinned, PARAMS, BATCH
 def centred_case(): return centred, PARAMS, BATCH
 def slow_case(): return slow, PARAMS, BATCH
+def stuck_case():
+    while True:
+        try:
+            time.sleep(1)
+        except BaseException:
+            pass
 def two(): return right, PARAMS
 def misspelt(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "microbatch": 2}
 def raising(): raise KeyError("no data")
@@ -178,13 +187,24 @@ def test_what_cannot_be_compared_does_not_pass(here: Path) -> None:
         ("unseeded_case", (), "seed random numbers in each call.*received .?different results for one batch"),
         ("counting_case", (), "pass state in as an argument.*received .?different results for one batch"),
         ("of_the_last_batch_case", (), "received .?different results for one batch"),
-        ("slow_case", ("--timeout", "0.2"), "a check that takes less than 0.2 s"),
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(here: Path, name: str, options: tuple[str, ...], message: str) -> None:
     code, output = run(name, *options)
     assert code == 2 and re.search(message, output.replace("\n", " ")), output
     assert len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["slow_case", "stuck_case"])
+def test_a_check_that_takes_too_long_ends_with_one_line(here: Path, name: str) -> None:
+    """Also if the step catches all exceptions, as an interrupted compiler or import may."""
+    code = "from gradcombine.verify.main import main; main()"
+    command = [sys.executable, "-c", code, "check", f"steps_to_check:{name}", "--timeout", "0.2"]
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{here}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    expected = "check: expected a check that takes less than 0.2 s, received one that takes longer"
+    assert done.stderr.replace("\n", " ").strip() == expected
 
 
 @pytest.mark.full
