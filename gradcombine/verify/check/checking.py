@@ -258,7 +258,7 @@ def checked(
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
     not_checked: list[str] = []
     # Steps narrower than float32 are also compared in float64, and new parameters up to the gradients.
-    compared = standard.is_narrow or standard.gradient_examined or subject.framework == "torch"
+    compared = standard.is_narrow or standard.gradient_examined or bool(standard.observed)
     coarse = COARSE < of_result < np.inf and not compared
     if standard.is_coarse or coarse:
         of_params = standard.hidden_fraction([as_floats(x) for _, x in subject.param_leaves])

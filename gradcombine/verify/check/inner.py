@@ -79,6 +79,9 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     Each comes with whether the optimizer may begin with a division of the gradients by a computed number.
     """
     subject = standard.subject
+    if subject.framework == "torch":
+        yield from import_module("gradcombine.verify.check.torch_steps").hidden_by_update(standard, split)
+        return
     # In a narrow dtype, rounding would look like a difference.
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
     try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from importlib import import_module
 
 import numpy as np
 
@@ -93,12 +94,14 @@ class Measured:
         # If the loss is piecewise linear, no change of the inputs shows it: it is measured against the largest leaf.
         largest = sizes[self.gradients].max(initial=0)
         is_zero = sizes <= 2.0**-40 * largest
+        if subject.framework == "torch" and subject.returns_params:
+            by_rounding = import_module("gradcombine.verify.check.torch_steps").updates_by_rounding(self, sizes)
+            is_zero, native = is_zero | (by_rounding > 0), np.maximum(native, by_rounding)
         native = np.where(is_zero, np.maximum(native, self.unit * largest), native)
         self.noise = np.where(is_zero, native, best)
         if subject.returns_params:
-            stored = np.zeros_like(self.noise)
             params = [rms(x) for _, x in subject.param_leaves]
-            stored[: len(params)] = self.roundoffs[: len(params)] * params
+            stored = np.append(self.roundoffs[: len(params)] * params, np.zeros(len(sizes) - len(params)))
             self.noise, best = self.noise + stored, best + stored
         columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
@@ -304,13 +307,10 @@ class Measured:
     @cached_property
     def depends_on_order(self) -> bool:
         """Whether the result of one batch changes if its examples are reversed."""
-        if self.order_dependent:
-            return True
-        if self.wide is None or not self.is_narrow:
-            return False
-        return bool(
-            np.any(self.float32_shares(self.in_float64(ONE_BATCH, self.reversed_batch).floats, self.wide.floats) > 1)
-        )
+        if self.order_dependent or self.wide is None or not self.is_narrow:
+            return bool(self.order_dependent)
+        in_reverse = self.in_float64(ONE_BATCH, self.reversed_batch)
+        return bool(np.any(self.float32_shares(in_reverse.floats, self.wide.floats) > 1))
 
     def in_float64(self, split: Split, batch: Tree) -> Result:
         """Runs a division in float64.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ CERTAIN = 1e3
 
 SAME_SIZE = 0.05
 """Relative difference of changes of the same size; twice that part of the parameters may change otherwise."""
+
+SAME_NORM = 1e-5
+"""Relative difference of norms that are equal: clipping adds an epsilon to the norm."""
 
 PART = re.compile(r"\.\w+|\[[^\]]*\]")
 """A part of a leaf's path."""
@@ -62,9 +66,12 @@ class Standard(Measured):
         results = [x.floats for x in self.columns if x is not None]
         if results and not faults and all(np.array_equal(flat(x), flat(self.best.floats)) for x in results):
             return "a result that no example changes"
-        # In PyTorch, the results include the gradients that reach optimizers.
-        if not self.subject.returns_params or self.subject.framework == "torch" or self.gradient_examined:
+        if not self.subject.returns_params or self.gradient_examined:
             return ""
+        if self.observed:
+            gradients = [flat([x[i] for i in self.observed]) for x in (self.best.floats, *results)]
+            clipped = any(_same_norm(gradients[0], x) for x in gradients[1:])
+            return "the sizes of the gradients: several have the same norm, as if it is clipped" if clipped else ""
         params = [as_floats(x) for _, x in self.subject.param_leaves]
         if not any(np.any(x) for x in self.best.floats[: len(params)]):
             return "a change of the parameters that is 0"
@@ -90,6 +97,13 @@ class Standard(Measured):
     def hides_sizes(self) -> bool:
         """Whether the result hides the sizes of gradients, unless the gradients are compared themselves."""
         return bool(self.uninformative(faults=True))
+
+    @cached_property
+    def observed(self) -> list[int]:
+        """Leaves that are gradients which PyTorch optimizers received; empty if there are none."""
+        if self.subject.framework != "torch" or not self.subject.returns_params:
+            return []
+        return import_module("gradcombine.verify.check.torch_steps").observed(self.names)
 
     def _linear(self) -> set[int]:
         """Leaves that are linear in examples that differ, and so show the sizes of their gradients."""
@@ -338,6 +352,12 @@ def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]
 
 def _differ(x: np.ndarray, y: np.ndarray) -> bool:
     return bool(np.linalg.norm(x - y) > SAME * np.linalg.norm(y))
+
+
+def _same_norm(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two results that differ have the same norm."""
+    norm = float(np.linalg.norm(a))
+    return abs(norm - float(np.linalg.norm(b))) <= SAME_NORM * norm and _differ(a, b)
 
 
 def _steps(changes: np.ndarray) -> np.ndarray:

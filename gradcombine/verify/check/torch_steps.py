@@ -20,10 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook  # pyright: i
 from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
 
 from gradcombine import tree
+from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
+from gradcombine.verify.check.inner import HIDDEN
 from gradcombine.verify.check.leaves import flattened, is_float_dtype, is_torch, widened
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Step, Subject
+from gradcombine.verify.check.measure import Measured
+from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.diff.pytorch import converted
 
@@ -32,6 +35,12 @@ OPTIMIZER, CLIPPING = "optimizer", "clipping"
 
 Optimized = list[dict[str, np.ndarray]]
 """Zeros for the parameters that optimizers received in the first run of any step; empty before it."""
+
+OBSERVED = "['gradients']['"
+"""Is in the paths of these gradients in a result, before the name of the parameter."""
+
+ZERO = 2.0**-40
+"""Size of a gradient, relative to the largest one, that is 0 up to rounding."""
 
 WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
@@ -67,7 +76,10 @@ class TorchSteps:
     framework = "torch"
 
     def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns: str) -> None:
-        self._make_step, self._arguments = make_step, (params, batch, returns, list[dict[str, np.ndarray]]())
+        self._make_step, self._arguments = (
+            make_step,
+            (params, batch, returns, list[dict[str, np.ndarray]](), list[Any]()),
+        )
 
     def __call__(self, microbatches: int, **devices: int) -> TorchStep:
         return TorchStep(partial(self._make_step, microbatches, **devices), *self._arguments)
@@ -81,9 +93,16 @@ class TorchStep:
     """A function of parameters and batch on NumPy arrays; ``make`` is called once for each precision."""
 
     def __init__(
-        self, make: Callable[[], Step], params: Tree, batch: Tree, returns: str = "", optimized: Optimized | None = None
+        self,
+        make: Callable[[], Step],
+        params: Tree,
+        batch: Tree,
+        returns: str = "",
+        optimized: Optimized | None = None,
+        first: list[Any] | None = None,
     ) -> None:
         self._make, self._returns, self._optimized = make, returns, [] if optimized is None else optimized
+        self._first = [] if first is None else first
         self._like = flattened(params), flattened(batch)
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -116,9 +135,20 @@ class TorchStep:
             extra = {"gradients": {name: observed.gradients.get(name, x) for name, x in zeros.items()}}
             result = extra if result is None else (*(result if type(result) is tuple else (result,)), extra)
         elif self._returns == "gradients" and result is None:
-            grads = [{name: p.grad for name, p in named.items()} for named in tensors]
+            grads = [{name: _dense(p.grad) for name, p in named.items()} for named in tensors]
             result = tree.unflatten(structure, [x.get("", x) for x in grads])
-        return _arrays(result)
+        return self._filled(_arrays(result), wide) if self._returns == "gradients" else _arrays(result)
+
+    def _filled(self, gradients: Tree, wide: bool) -> Tree:
+        """Returns zeros for gradients that are None, unless they were in the first run."""
+        leaves, structure = flattened(gradients)
+        first = self._first
+        if not first:
+            first.extend(leaves)
+        if len(first) != len(leaves):
+            return gradients
+        zeros = [None if x is None else np.zeros_like(widened(x) if wide else x) for x in first]
+        return tree.unflatten(structure, [x if y is None else y for x, y in zip(zeros, leaves, strict=True)])
 
     def _arguments(self, params: Sequence[Any], batch: Tree) -> tuple[list[Any], Tree, bool]:
         """Returns copies of the parameters and the batch with these values, and whether the values are wider."""
@@ -176,12 +206,25 @@ class Observer(TorchDispatchMode):
         self.products, self.drawn, self.gradients = set[Any](), set[Any](), dict[str, np.ndarray]()
         self._point, self._replacements, self.updates = point, replacements, 0
 
-    def on_optimizer_step(self, optimizer: Any, *_: Any) -> None:
-        """Hook that runs before each optimizer step."""
+    def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Hook that runs before each optimizer step; returns its arguments if a closure computes the gradients."""
+        self.updates += 1
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._on_gradients(optimizer)
+            return None
+
+        def observed() -> Any:
+            loss = closure()
+            self._on_gradients(optimizer)
+            return loss
+
+        return args[:1], kwargs | {"closure": observed}
+
+    def _on_gradients(self, optimizer: Any) -> None:
         if self._point == OPTIMIZER:
             for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
                 self._visit(self.names.setdefault(p, str(len(self.names))), p.grad)
-        self.updates += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, draws = kwargs or {}, torch.Tag.nondeterministic_seeded in func.tags
@@ -210,14 +253,17 @@ class Observer(TorchDispatchMode):
         if PRODUCTS.search(name):
             self.products.update(x.dtype for x in floats)
         if self._point == CLIPPING and CLIPS.search(name):
-            gradients = {p.grad.data_ptr(): (name, p.grad) for p, name in self.names.items() if p.grad is not None}
+            dense = {p: name for p, name in self.names.items() if p.grad is not None and p.grad is _dense(p.grad)}
+            gradients = {p.grad.data_ptr(): (name, p.grad) for p, name in dense.items()}
             for pointer in {x.data_ptr() for x in floats} & set(gradients):
                 self._visit(*gradients[pointer])
 
     def _visit(self, name: str, gradient: Any) -> None:
         if self._replacements is not None:
+            if gradient is not _dense(gradient):
+                raise NotWide("a sparse gradient is not replaced")
             gradient.copy_(_tensor(self._replacements[name], gradient))
-        self.gradients[name] = _arrays(gradient)
+        self.gradients[name] = _arrays(_dense(gradient))
 
 
 def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
@@ -238,6 +284,49 @@ def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
             continue
 
 
+def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standard, bool]]:
+    """Yields the step up to clipping if gradients differ there, as `inner.hidden_by_update` does."""
+    subject, wide = standard.subject, standard.wide is not None
+    steps: Any = subject.make_step
+    inner, last = (
+        Subject(steps.up_to(x), subject.params, subject.batch, returns_params=False) for x in (CLIPPING, OPTIMIZER)
+    )
+    try:
+        one, divided = (inner.call(inner.step(x), subject.batch, wide)[0] for x in (ONE_BATCH, split))
+        at_optimizer = last.call(last.step(ONE_BATCH), subject.batch, wide)[0]
+        if not one or not one.keys() == divided.keys() == at_optimizer.keys():
+            return
+        standard.gradient_examined |= any(_far(one[x], at_optimizer[x]) for x in one)
+        if any(_far(one[x], divided[x]) for x in one):
+            yield Standard(inner, standard.unit), False
+    except (NotWide, GradCombineError):
+        return
+
+
+def observed(names: Sequence[str]) -> list[int]:
+    """Indices of the leaves of a result that are gradients at an optimizer."""
+    return [i for i, name in enumerate(names) if OBSERVED in name]
+
+
+def _far(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.linalg.norm(a - b) > HIDDEN * np.linalg.norm(a))
+
+
+def updates_by_rounding(measured: Measured, sizes: np.ndarray) -> np.ndarray:
+    """Bound of each update whose gradient at the optimizer is only rounding, which Adam enlarges; 0 for other leaves.
+
+    Args:
+      measured: the step.
+      sizes: sizes of the leaves.
+    """
+    names, leaves = measured.names, observed(measured.names)
+    largest = max((sizes[i] for i in leaves), default=0.0)
+    zero = {names[i].partition(OBSERVED)[2] for i in leaves if sizes[i] <= ZERO * largest}
+    params = [f"{_short(path)}']" in zero for path, _ in measured.subject.param_leaves]
+    largest_update = max(sizes[: len(params)], default=0.0)
+    return np.array([largest_update * x for x in params] + [0.0] * (len(names) - len(params)))
+
+
 def _tensors(x: Any) -> dict[str, Any]:
     """Returns a tensor, or the parameters and floating-point buffers of a module, by name."""
     if not isinstance(x, torch.nn.Module):
@@ -251,6 +340,11 @@ def _arrays(value: Tree) -> Tree:
     leaves, structure = flattened(value)
     tensors = [_tensors(x) if isinstance(x, torch.nn.Module) else x for x in leaves]
     return tree.unflatten(structure, [None if isinstance(x, torch.optim.Optimizer) else converted(x) for x in tensors])
+
+
+def _dense(gradient: Any) -> Any:
+    """Converts a sparse gradient, as of an embedding, to a dense tensor."""
+    return gradient.to_dense() if getattr(gradient, "layout", None) is torch.sparse_coo else gradient
 
 
 def _short(path: str) -> str:

@@ -210,13 +210,14 @@ def diff(
 
 
 def _follow_names(rows: Sequence[Row]) -> bool:
-    """Whether all kernels whose shape determines the order of axes follow their names, and there is at least one.
+    """Whether all kernels whose shape determines the order of axes follow their names; without any, one square kernel.
 
     Names then decide for square kernels, too. (They do not in GPT-2, where a ``weight`` is laid out like a ``kernel``.)
     """
-    kernels = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
-    follow = [not row.transposed for row in kernels if len(row.difference.shape) > 1 and not _is_ambiguous(row)]
-    return bool(follow) and all(follow)
+    alike = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
+    kernels = [row for row in alike if min(row.difference.shape[:2], default=1) > 1 and len(row.difference.shape) > 1]
+    follow = [not row.transposed for row in kernels if not _is_ambiguous(row)]
+    return all(follow) if follow else any(not row.transposed for row in kernels)
 
 
 def _is_ambiguous(row: Row) -> bool:

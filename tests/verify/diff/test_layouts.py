@@ -222,3 +222,11 @@ def test_a_leaf_that_is_compared_in_another_shape_is_said(tmp_path: Path) -> Non
     np.savez(tmp_path / "b.npz", **{"q/kernel": x.reshape(4, 16)})
     code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
     assert code == 0 and "Leaves with different shapes" in output and "4 x 2 x 8" in output and "4 x 16" in output
+
+
+@pytest.mark.parametrize("wrong", [(), ("b",)])
+def test_square_kernels_alone_follow_each_other(wrong: tuple[str, ...]) -> None:
+    kernels = {x: RNG.normal(size=(5, 5)) for x in "abc"}
+    weights = {f"{x}.weight": y if x in wrong else y.T for x, y in kernels.items()}
+    report = diff(dump(weights), dump({f"{x}/kernel": y for x, y in kernels.items()}))
+    assert [row.pair.a for row in report.rows if not row.passes] == [f"{x}.weight" for x in wrong]

@@ -47,6 +47,14 @@ class Net(torch.nn.Module):
         return self.out(self.norm(h.flatten(0, 1)).reshape(h.shape))
 
 
+class SparseRows(Net):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(WORDS, 8, sparse=True)
+
+
 class Attends(torch.nn.Module):
     """Attention with tied embeddings, in which the gradient of the keys' biases is pure rounding noise."""
 
@@ -100,6 +108,83 @@ def window(
         return step
 
     return make_step
+
+
+def in_closure(way: str) -> Callable[[int], Any]:
+    """Gradients that the optimizer computes, as trainers do with closures; those of earlier steps are zeros."""
+
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            made = OPTIMIZERS["adamw"](model.parameters())
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            made.step(lambda: backward(model, batch, k, way))
+
+        return step
+
+    return make_step
+
+
+def by_hand(rule: str) -> Callable[[int], Any]:
+    """A sum of means, hidden by signs without an optimizer, or by clipping without PyTorch's function."""
+
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            params = list(model.parameters())
+            backward(model, batch, k, "sum")
+            norm = torch.cat([p.grad.flatten() for p in params]).square().sum().sqrt()
+            for p in params:
+                with torch.no_grad():
+                    if rule == "signs":
+                        p -= 0.01 * torch.sign(p.grad)
+                    else:
+                        p.grad *= 0.01 / norm
+            if rule == "clips":
+                OPTIMIZERS["momentum"](params).step()
+
+        return step
+
+    return make_step
+
+
+class Routed(torch.nn.Module):
+    """One of two experts for each example: without an example, an expert has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(LENGTH, 1) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, total = (x[:, 0] > 0).long(), x.new_zeros(len(x), 1)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero()[:, 0]
+            if len(rows):
+                total = total.index_add(0, rows, expert(x[rows]))
+        return total
+
+
+def routed(divides: bool) -> Callable[[int], Any]:
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            for x in batch["tokens"].chunk(k):
+                (model(x / WORDS - 0.5).square().mean() / (k if divides else 1)).backward()
+
+        return step
+
+    return make_step
+
+
+class Biased(torch.nn.Module):
+    """Attention with a bias of its own for the keys, whose gradient is 0 up to rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = torch.nn.Embedding(WORDS, 8), torch.nn.Linear(8, WORDS)
+        self.query, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return self.out(x + functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)))
 
 
 def held(k: int) -> Any:
@@ -211,6 +296,11 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], Any, str]] = {
     "module kept": (engine, lambda: Net().state_dict(), BATCH, "params"),
     "gradients left": (gradients("right"), Net, BATCH, "gradients"),
     "attention": (window(), Attends, BATCH, "params"),
+    "biased keys": (window(), Biased, BATCH, "params"),
+    "in a closure": (in_closure("right"), Net, BATCH, "params"),
+    "sparse rows": (window("momentum"), SparseRows, BATCH, "params"),
+    "sparse rows, left": (gradients("right"), SparseRows, BATCH, "gradients"),
+    "routed": (routed(True), Routed, BATCH, "gradients"),
     "compiled": (compiled, Net, BATCH, "params"),
     "casts": (arrays, Net, {"tokens": TOKENS, "real": REAL}, "gradients"),
     "statistics that stand still": (window(), lambda: Net(torch.nn.BatchNorm1d).eval(), BATCH, "params"),
@@ -263,6 +353,11 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], str, Cause]] = {
     "mean of means, scaled": (scaled("means"), Net, "params", Cause.MEAN_OF_MEANS),
     "mean of means, left": (gradients("means"), Net, "gradients", Cause.MEAN_OF_MEANS),
     "sum": (window(way="sum"), Net, "params", Cause.SUM),
+    "sum, clipped": (window(way="sum", clip=0.1), Net, "params", Cause.SUM),
+    "sum, in a closure": (in_closure("sum"), Net, "params", Cause.SUM),
+    "sum, biased keys": (window(way="sum"), Biased, "params", Cause.SUM),
+    "means, sparse rows": (window("momentum", way="means"), SparseRows, "params", Cause.MEAN_OF_MEANS),
+    "sum, routed": (routed(False), Routed, "gradients", Cause.SUM),
     "sum, momentum": (window("momentum", way="sum"), Net, "params", Cause.SUM),
     "last microbatch": (window(way="last"), Net, "params", Cause.LOST),
     "clips each": (acted_on("clips"), Net, "params", Cause.CHANGED_BEFORE),
@@ -279,6 +374,14 @@ def test_defects_are_named(name: str) -> None:
     make_step, make_params, returns, cause = WRONG[name]
     report = check_step(make_step, make_params(), BATCH, returns=returns)
     assert [fault.cause for fault in report.faults] == [cause], report
+
+
+@pytest.mark.parametrize(("rule", "shown"), [("signs", "the same amount"), ("clips", "the same norm")])
+def test_hidden_sizes_of_gradients_cannot_be_told(rule: str, shown: str) -> None:
+    batch = {"tokens": BATCH["tokens"], "real": torch.ones(ROWS, LENGTH)}
+    report = check_step(by_hand(rule), Net(), batch, returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL, report
+    assert shown in str(report.not_checked)
 
 
 def test_a_power_iteration_at_each_microbatch_is_by_design() -> None:
