@@ -101,7 +101,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         at = [indices.index(i) for i in one.inputs(length)]
         first = [values[i] for i in at]
         second = [divided_values[divided_indices.index(i)] for i in divided.inputs(length)]
-        if not _far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
+        if not are_far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
             continue
         try:
             inner = Standard(_up_to(subject, length), standard.unit)
@@ -110,7 +110,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         yield inner, any(divided.may_rescale(i, length) for i in divided.inputs(length))
 
 
-def _far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[float], threshold: float) -> bool:
+def are_far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[float], threshold: float) -> bool:
     """Whether a leaf differs by more than a relative threshold plus noise; ignores leaves that are 0 up to rounding."""
     sizes = [np.linalg.norm(x) for x in a]
     rows = zip(a, b, sizes, noise, strict=True)

@@ -23,7 +23,7 @@ from gradcombine import tree
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
-from gradcombine.verify.check.inner import HIDDEN
+from gradcombine.verify.check.inner import HIDDEN, are_far
 from gradcombine.verify.check.leaves import flattened, is_float_dtype, is_torch, widened
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Step, Subject
@@ -76,10 +76,8 @@ class TorchSteps:
     framework = "torch"
 
     def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns: str) -> None:
-        self._make_step, self._arguments = (
-            make_step,
-            (params, batch, returns, list[dict[str, np.ndarray]](), list[Any]()),
-        )
+        self._make_step = make_step
+        self._arguments = params, batch, returns, list[dict[str, np.ndarray]](), list[Any]()
 
     def __call__(self, microbatches: int, **devices: int) -> TorchStep:
         return TorchStep(partial(self._make_step, microbatches, **devices), *self._arguments)
@@ -296,8 +294,10 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         at_optimizer = last.call(last.step(ONE_BATCH), subject.batch, wide)[0]
         if not one or not one.keys() == divided.keys() == at_optimizer.keys():
             return
-        standard.gradient_examined |= any(_far(one[x], at_optimizer[x]) for x in one)
-        if any(_far(one[x], divided[x]) for x in one):
+        values, others, last_values = ([x[name] for name in one] for x in (one, divided, at_optimizer))
+        noise, threshold = [0.0] * len(values), HIDDEN if wide else max(HIDDEN, 16 * standard.unit)
+        standard.gradient_examined |= are_far(values, last_values, noise, threshold)
+        if are_far(values, others, noise, threshold):
             yield Standard(inner, standard.unit), False
     except (NotWide, GradCombineError):
         return
@@ -306,10 +306,6 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
 def observed(names: Sequence[str]) -> list[int]:
     """Indices of the leaves of a result that are gradients at an optimizer."""
     return [i for i, name in enumerate(names) if OBSERVED in name]
-
-
-def _far(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.linalg.norm(a - b) > HIDDEN * np.linalg.norm(a))
 
 
 def updates_by_rounding(measured: Measured, sizes: np.ndarray) -> np.ndarray:
