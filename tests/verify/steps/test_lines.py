@@ -422,9 +422,28 @@ def test_the_line_that_divides_a_term(make_step: Any, hides: bool) -> None:
 
 
 @pytest.mark.full
-def test_a_difference_without_a_cause_that_adams_first_step_hides_is_no_pass() -> None:
+def test_means_by_two_counts_that_adams_first_step_hides_are_named() -> None:
     report = check_step(partial(updated, by_each), GATED, BATCH, microbatches=(4,), returns="params")
-    assert report.verdict is Verdict.CANNOT_TELL
+    assert report.cause is Cause.MEAN_OF_MEANS, report
+    assert "different denominators" in report.faults[0].detail
+
+
+@pytest.mark.full
+def test_a_difference_without_a_cause_that_adams_first_step_hides_is_no_pass() -> None:
+    def mixed(k: int) -> Any:
+        """Adds to each element, for several microbatches, a part of another one's size, which changes no sign."""
+
+        def mix(x: Any) -> Any:
+            return x + 0.2 * jnp.sign(x) * jnp.abs(x[::-1])
+
+        def step(p: Any, batch: Any) -> Any:
+            total, count = jax.grad(errors, has_aux=True)(p, batch)
+            return jax.tree.map(lambda x: (x if k == 1 else mix(x)) / count, total)
+
+        return step
+
+    report = check_step(partial(updated, mixed), GATED, BATCH, microbatches=(4,), returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL, report
     assert "gradients that reach the optimizer" in report.not_checked[0]
 
 
