@@ -5,7 +5,7 @@ import pytest
 from tests.integrations.keras.cases import ON_JAX
 
 JAX_ONLY = ("test_stateless.py",)
-TENSORFLOW_ONLY = ("test_jax_backend.py", "test_replicas.py", "test_merged_gradients.py")
+TENSORFLOW_ONLY = ("test_float64.py", "test_jax_backend.py", "test_replicas.py", "test_merged_gradients.py")
 
 collect_ignore = list(TENSORFLOW_ONLY if ON_JAX else JAX_ONLY)
 

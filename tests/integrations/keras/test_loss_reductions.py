@@ -161,19 +161,3 @@ def test_the_labels_count_where_the_first_input_has_other_rows() -> None:
     data = Batches([({"edges": two, "x": x[:2]}, y[:2]), ({"edges": one, "x": x[2:]}, y[2:])])
     model.fit(data, shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd()])
     assert (1 - model.weights[0].numpy()[:, 0]).tolist() == (2 * (x.sum(axis=1) - y[:, 0]) @ x / 4).tolist()
-
-
-def test_sample_weights_in_float64_are_added_in_float64() -> None:
-    counts = RNG.random(ROWS) + 0.1
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        model = linear(Accumulate(keras.optimizers.SGD(1.0), EVERY), Plain)
-        model.compile(model.optimizer, squares(BY_WEIGHT))
-        data = X.astype(np.float64), Y.astype(np.float64)
-        callbacks = [FlushAtEpochEnd()]
-        model.fit(*data, BATCH, sample_weight=counts, shuffle=False, verbose=0, callbacks=callbacks)
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
-    np.testing.assert_allclose(1 - model.weights[0].numpy()[:, 0], gradient(counts / counts.sum()), rtol=1e-13)
