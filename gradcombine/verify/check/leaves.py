@@ -19,6 +19,9 @@ from gradcombine.verify.compare.ulp import kind_of, rounding_unit
 NUMBERS = bool, int, float, complex
 """Python numbers, which are passed to steps unchanged."""
 
+ZERO = 2.0**-40
+"""Size of a leaf, relative to the largest one, that is 0 up to rounding."""
+
 
 def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
     """Flattens a tree; IndexedSlices, PyTorch objects and static nodes (names, functions) are leaves."""

@@ -23,7 +23,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.leaves import as_floats, flat, is_quantized, perturbation
+from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, perturbation
 from gradcombine.verify.check.running import (
     ONE_BATCH,
     Floats,
@@ -93,7 +93,7 @@ class Measured:
         # A leaf that is 0 in exact arithmetic, such as the key bias of attention, is the rounding of terms that cancel.
         # If the loss is piecewise linear, no change of the inputs shows it: it is measured against the largest leaf.
         largest = sizes[self.gradients].max(initial=0)
-        is_zero = sizes <= 2.0**-40 * largest
+        is_zero = sizes <= ZERO * largest
         if subject.framework == "torch" and subject.returns_params:
             by_rounding = import_module("gradcombine.verify.check.torch_steps").updates_by_rounding(self, sizes)
             is_zero, native = is_zero | (by_rounding > 0), np.maximum(native, by_rounding)

@@ -71,7 +71,7 @@ class Standard(Measured):
         if self.observed:
             gradients = [flat([x[i] for i in self.observed]) for x in (self.best.floats, *results)]
             clipped = any(_same_norm(gradients[0], x) for x in gradients[1:])
-            return "the sizes of the gradients: several have the same norm, as if it is clipped" if clipped else ""
+            return "the sizes of the gradients: several have the same norm, as after clipping" if clipped else ""
         params = [as_floats(x) for _, x in self.subject.param_leaves]
         if not any(np.any(x) for x in self.best.floats[: len(params)]):
             return "a change of the parameters that is 0"
@@ -228,7 +228,7 @@ class Standard(Measured):
         def near(a: Floats, b: Floats) -> bool:
             return bool(self.shares(a, b, wide, 4).max() <= 1)
 
-        return self.excluded and are_several([*self.counts()], run, near)
+        return are_several([*self.counts()], run, near)
 
     @cached_property
     def total(self) -> float | None:

@@ -169,10 +169,10 @@ class StepReport(NamedTuple):
           causes: ``"statistics"``: the examples of a microbatch affect each other, as in batch normalization, in-batch
             negatives or expert balance per microbatch. Everything else has been compared: the result is the mean of the
             microbatches' separate results, and running statistics among the parameters are those of a sequence of
-            microbatches; if they are returned as metrics, the answer is "cannot tell". Not compared is whether the mean
-            should weigh the microbatches equally or by counts: the detail of the fault names the weights. ``"state"``:
-            a state that does not depend on the examples is updated at each microbatch, as in the power iteration of a
-            spectral norm; everything else is the mean of the microbatches' results with that state.
+            microbatches; if they are returned as metrics, the answer is "cannot tell". Whether the mean should
+            weigh the microbatches equally or by counts is not compared: the fault's detail names the weights.
+            ``"state"``: a state that does not depend on the examples is updated at each microbatch, as in the power
+            iteration of a spectral norm; everything else is the mean of the microbatches' results with that state.
 
         Raises:
           GradCombineError: for any other name: other causes are defects, or hide what was not compared.

@@ -24,7 +24,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.inner import HIDDEN, are_far
-from gradcombine.verify.check.leaves import flattened, is_float_dtype, is_torch, widened
+from gradcombine.verify.check.leaves import ZERO, flattened, is_float_dtype, is_torch, widened
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
@@ -38,9 +38,6 @@ Optimized = list[dict[str, np.ndarray]]
 
 OBSERVED = "['gradients']['"
 """Is in the paths of these gradients in a result, before the name of the parameter."""
-
-ZERO = 2.0**-40
-"""Size of a gradient, relative to the largest one, that is 0 up to rounding."""
 
 WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
@@ -138,7 +135,7 @@ class TorchStep:
         return self._filled(_arrays(result), wide) if self._returns == "gradients" else _arrays(result)
 
     def _filled(self, gradients: Tree, wide: bool) -> Tree:
-        """Returns zeros for gradients that are None, unless they were in the first run."""
+        """Returns zeros in place of gradients that are None, but were not in the first run."""
         leaves, structure = flattened(gradients)
         first = self._first
         if not first:

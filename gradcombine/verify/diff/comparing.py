@@ -210,7 +210,7 @@ def diff(
 
 
 def _follow_names(rows: Sequence[Row]) -> bool:
-    """Whether all kernels whose shape determines the order of axes follow their names; without any, one square kernel.
+    """Whether all kernels whose shape determines the order of axes follow their names, or any square one if all are.
 
     Names then decide for square kernels, too. (They do not in GPT-2, where a ``weight`` is laid out like a ``kernel``.)
     """

@@ -101,6 +101,27 @@ def test_terms_by_two_counts_are_no_statistics(terms: int, by_tokens: bool) -> N
     assert not report.allowing("statistics").passes
 
 
+def test_a_mean_over_labels_that_are_not_ignored_is_no_statistics() -> None:
+    """Only the signs of the labels show their number."""
+    labels = np.random.default_rng(5).integers(1, 9, (16, 6)).astype(np.int32)
+    labels[np.arange(6) >= 1 + np.arange(16)[:, None] * 5 % 6] = -100
+    batch = {"x": BATCH["x"], "y": BATCH["y"], "labels": labels}
+
+    def loss(p: Any, part: Any) -> Any:
+        scores, count = jnp.tanh(part["x"] @ p["w"] + p["b"]), (part["labels"] >= 0).sum(1)
+        return ((scores - part["y"]) ** 2 * count).sum() / count.sum() + (scores**4).mean()
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    assert report.cause is Cause.MEAN_OF_MEANS, str(report)
+    assert not report.allowing("statistics").passes
+
+
 def test_balance_is_statistics_though_it_is_linear_in_two_examples() -> None:
     """Examples with the most and the fewest tokens have the same expert, so the balance is linear in their copies."""
     batch = BATCH | {"x": BATCH["x"].copy()}
