@@ -38,7 +38,7 @@ from gradcombine.verify.check.running import (
     rms,
 )
 from gradcombine.verify.check.standard import Standard
-from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
+from gradcombine.verify.check.step_report import BY_DESIGN, Cause, Fault, StepReport, StepRun
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
@@ -80,7 +80,8 @@ def check_step(
         metrics. ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
         parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
         clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
-        compared. Except in PyTorch, a second step is compared, too: it shows how often moments that start at 0 decay.
+        compared. A second step is compared, too: it shows how often moments that start at 0 decay. In PyTorch, it shows
+        whether gradients of the first one remain (zero_grad is missing).
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
@@ -251,8 +252,15 @@ def checked(
             reversed_standard = Standard(subject.on(in_reverse), unit)
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(name, cause, detail)
+    not_asked = () if pad is not None else ("padding, which needs the argument pad",)
+    by_design = faults.keys() <= {*BY_DESIGN.values()}
     if not faults and subject.returns_params and subject.framework != "torch":  # whose optimizers' states are not seen
         faults = {x.cause: x for x in _in_second_step(standard, unit, splits, terms)}
+    elif by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
+        if make_step.takes_optimizer:
+            add(str(split), Cause.STATE, "a second step adds its gradients to those of the first; call zero_grad")
+        else:
+            not_asked += ("a second step, whose gradients add to those of the first unless zero_grad is called",)
     if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
@@ -271,7 +279,6 @@ def checked(
         not_checked.append(difference)
     if reference_floats is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")
-    not_asked = ("padding, which needs the argument pad",) if pad is None else ()
     return StepReport(tuple(faults.values()), tuple(runs), source, tuple(not_checked), not_asked)
 
 
@@ -315,6 +322,15 @@ def _in_second_step(
             standard.not_compared = second.not_compared
             yield Fault(cause, name, detail, line)
             return
+
+
+def _leaves_gradients(subject: Subject, splits: Sequence[Split]) -> Split | None:
+    """Returns the first division of a PyTorch step whose result changes if it starts with gradients that it left."""
+    for split in splits if subject.returns_params else ():
+        step: Any = subject.step(split)
+        if _differs(subject.run(split, subject.batch), subject.run(split, subject.batch, step=step.again)):
+            return split
+    return None
 
 
 def _differs(a: Result, b: Result) -> bool:

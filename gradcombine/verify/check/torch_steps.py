@@ -73,15 +73,19 @@ class TorchSteps:
     framework = "torch"
 
     def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns: str) -> None:
-        self._make_step = make_step
+        self._make_step, self._point = make_step, ""
         self._arguments = params, batch, returns, list[dict[str, np.ndarray]](), list[Any]()
+        self.takes_optimizer = any(isinstance(x, torch.optim.Optimizer) for x in flattened(params)[0])
 
-    def __call__(self, microbatches: int, **devices: int) -> TorchStep:
-        return TorchStep(partial(self._make_step, microbatches, **devices), *self._arguments)
+    def __call__(self, microbatches: int, **devices: int) -> Any:
+        step = TorchStep(partial(self._make_step, microbatches, **devices), *self._arguments)
+        return step.up_to(self._point) if self._point else step
 
-    def up_to(self, point: str) -> Callable[..., Step]:
+    def up_to(self, point: str) -> TorchSteps:
         """Returns a factory of steps that return the gradients at a point."""
-        return lambda microbatches, **devices: self(microbatches, **devices).up_to(point)
+        other = copy.copy(self)
+        other._point = point
+        return other
 
 
 class TorchStep:
@@ -97,19 +101,22 @@ class TorchStep:
         first: list[Any] | None = None,
     ) -> None:
         self._make, self._returns, self._optimized = make, returns, [] if optimized is None else optimized
-        self._first = [] if first is None else first
+        self._first, self._left = [] if first is None else first, list[dict[str, Any]]()
         self._like = flattened(params), flattened(batch)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self._steps = {False: make()}
 
-    def __call__(self, params: Tree, batch: Tree, observer: Observer | None = None) -> Tree:
+    def __call__(self, params: Tree, batch: Tree, observer: Observer | None = None, again: bool = False) -> Tree:
         values, structure = tree.split_as(self._like[0][1], params), self._like[0][1]
         leaves, batch, wide = self._arguments(values, batch)
         observed = observer or Observer(OPTIMIZER)
         observed.wide, tensors = wide, [_tensors(x) for x in leaves]
         for path, named in zip(structure.paths(), tensors, strict=True):
             observed.names |= {p: _short(f"{path}[{name!r}]" if name else path) for name, p in named.items()}
+        for named, left in zip(tensors, self._left if again else (), strict=again):
+            for name, p in named.items():
+                p.grad = left[name]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng())
             stack.enter_context(register_optimizer_step_pre_hook(observed.on_optimizer_step))
@@ -119,6 +126,7 @@ class TorchStep:
             step = self._steps.get(wide) or self._steps.setdefault(wide, self._make())
             torch.manual_seed(0)
             result = step(tree.unflatten(structure, leaves), batch)
+        self._left = [{name: p.grad for name, p in named.items()} for named in tensors]
         for x, arrays in zip(leaves, values, strict=True):
             if isinstance(x, torch.nn.Module):
                 arrays.update(_arrays(x))  # a dict of the caller's, which changes in place as the module does
@@ -173,6 +181,11 @@ class TorchStep:
             return observer.gradients
 
         return step
+
+    def again(self, params: Tree, batch: Tree) -> Tree:
+        """Runs the step twice from the same parameters; the second run starts with what the first left in ``.grad``."""
+        self(copy.deepcopy(params), batch)  # replaces the arrays of modules in place
+        return self(params, batch, again=True)
 
     def after(self, point: str) -> Step:
         """Returns a step of parameters and (batch, gradients) that replaces the gradients at a point."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +188,15 @@ class Biased(torch.nn.Module):
         return self.out(x + functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)))
 
 
-def held(k: int) -> Any:
+def held(k: int, clears: bool = True) -> Any:
     """A step that takes and returns a module and a stateful optimizer, with the loss as a metric."""
 
     def step(params: Any, batch: Any) -> Any:
         model, optimizer = params
         backward(model, batch, k)
         optimizer.step()
+        if clears or k == 2:
+            optimizer.zero_grad()
         total, real = summed(model, batch)
         return model, optimizer, total / real
 
@@ -365,6 +368,7 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], str, Cause]] = {
     "updates at each": (acted_on("updates"), Net, "params", Cause.MOVED_EACH),
     "statistics": (window(), lambda: Net(torch.nn.BatchNorm1d), "params", Cause.STATISTICS),
     "statistics, gradients": (gradients("right"), lambda: Net(torch.nn.BatchNorm1d), "gradients", Cause.STATISTICS),
+    "gradients remain": (partial(held, clears=False), module_and_optimizer, "params", Cause.STATE),
     "zero_grad missing": (lambda k: engine(k, False), lambda: Net().state_dict(), "params", Cause.STATE),
 }
 
@@ -374,6 +378,27 @@ def test_defects_are_named(name: str) -> None:
     make_step, make_params, returns, cause = WRONG[name]
     report = check_step(make_step, make_params(), BATCH, returns=returns)
     assert [fault.cause for fault in report.faults] == [cause], report
+
+
+def test_gradients_remain_behind_a_fault_by_design() -> None:
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> None:
+            model, optimizer = params
+            backward(model, batch, k)
+            optimizer.step()
+
+        return step
+
+    model = Net(torch.nn.BatchNorm1d)
+    params = model, OPTIMIZERS["adamw"](model.parameters())
+    report = check_step(make_step, params, BATCH, returns="params")
+    assert {fault.cause for fault in report.faults} == {Cause.STATISTICS, Cause.STATE}, report
+    assert not report.allowing("statistics").passes
+
+
+def test_gradients_that_the_caller_may_clear_are_mentioned() -> None:
+    report = check_step(window(), Net(), BATCH, returns="params")
+    assert report.passes and "zero_grad" in str(report.not_asked), report
 
 
 @pytest.mark.parametrize(("rule", "shown"), [("signs", "the same amount"), ("clips", "the same norm")])
