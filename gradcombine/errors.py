@@ -247,8 +247,16 @@ def require_file(expected: str, path: object) -> Path:
 def require_type(expected: str, value: object, cls: type[T], path: str = "") -> T:
     """Returns the value if it is an instance of ``cls``, else raises."""
     if not isinstance(value, cls):
-        raise invalid(expected, type_name(value), path)
+        raise not_of(expected, value, cls, path)
     return value
+
+
+def not_of(expected: str, value: object, cls: type, path: str = "") -> GradCombineError:
+    """Returns the error for a value that is not an instance of ``cls``."""
+    received = type_name(value)
+    if type(value).__name__ == cls.__name__:  # tf.saved_model.load defines the types of named tuples anew
+        received += ", another type of this name; tf.nest.pack_sequence_as rebuilds a state of a loaded SavedModel"
+    return invalid(expected, received, path)
 
 
 def require_given(expected: str, value: T | None, received: str = "none", path: str = "") -> T:

@@ -269,7 +269,7 @@ def _level(kind: type | None, names: tuple[Any, ...], form: str, static: Any) ->
 
 
 def _container_type(node: Tree) -> type:
-    cls = type(node)
+    cls = node.__class__  # not type(node): tf.Module wraps tuples in proxies
     if cls in (dict, list, tuple):
         return cls
     # tf.Module wraps dicts and lists in subclasses, which count as dict and list.
@@ -286,7 +286,7 @@ def _split(node: Tree) -> Split | None:
     if isinstance(node, (tuple, list)):
         names = getattr(node, "_fields", None) if isinstance(node, tuple) else None
         if names is not None:
-            cls: Any = type(node)
+            cls: Any = _container_type(node)
             return Split(names, tuple(node), lambda children: cls(*children), form=".{}")
         rebuild = tuple if isinstance(node, tuple) else list
         return Split(tuple(range(len(node))), tuple(node), rebuild, form="[{}]")

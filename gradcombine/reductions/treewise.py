@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve
-from gradcombine.errors import GradCombineError, invalid, operation
+from gradcombine.errors import GradCombineError, invalid, not_of, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described
@@ -367,8 +367,8 @@ class Treewise(Reduction):
         return fold_pairwise(self.merge, map(rebuild, ranks))
 
     def _flatten(self, state: State) -> FlatState:
-        if type(state) is not self.state:
-            raise invalid(f"a {self.state.__name__}", type(state).__name__)
+        if state.__class__ is not self.state:
+            raise not_of(f"a {self.state.__name__}", state, self.state)
         made_for, structure = tree.flatten(state.dtypes, tree.is_static)
         accumulators = tree.split_as(structure, state.value)
         values = [None if isinstance(a, tree.Static) else a for a in accumulators]

@@ -59,7 +59,7 @@ class FlatState:
 
     def rebuild(self, state: State, values: Sequence[Accumulator | None], weight: Scalar, count: Array) -> State:
         """The state with these accumulators, weight and count."""
-        return type(state)(self.value(values), weight, count, state.dtypes)
+        return state.__class__(self.value(values), weight, count, state.dtypes)
 
     def value(self, values: Sequence[Accumulator | None]) -> Tree:
         """The tree of these accumulators, with a constant for each None."""

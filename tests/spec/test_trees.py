@@ -6,6 +6,7 @@ import dataclasses
 import io
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -14,6 +15,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions, tree
+from gradcombine.errors import GradCombineError
 from gradcombine.verify import check_reduction
 from tests.spec import exact, modes
 from tests.spec.programs import REDUCTIONS, rows
@@ -189,6 +191,42 @@ def test_a_module_attribute_is_an_ordinary_tree() -> None:
     total = gc.add_n([module.grads, {"w": [tf.ones(2)]}])
     assert type(total) is dict
     np.testing.assert_array_equal(total["w"][0], [2, 2])
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_state_may_be_a_module_attribute(name: str) -> None:
+    """A tf.Module wraps tuples in proxies, and makes copies of their type with variables."""
+    import tensorflow as tf
+
+    acc = gc.accumulate(REDUCTIONS[name], every=4, order="tree")
+    expected = acc.init([tf.zeros(2), (tf.zeros(1),)])
+    module = tf.Module()
+    module.state, module.grads = expected, [tf.constant([1.0, 2.0]), (tf.constant([3.0]),)]
+    for _ in range(2):
+        expected = acc.update([tf.constant([1.0, 2.0]), (tf.constant([3.0]),)], expected)
+        module.state = acc.update(module.grads, module.state)
+        chex.assert_trees_all_equal(acc.value(module.state), acc.value(expected))
+    module.variables_of = tf.nest.map_structure(tf.Variable, module.state)
+    chex.assert_trees_all_equal(acc.value(module.variables_of), acc.value(expected))
+
+
+@needs_tensorflow
+def test_states_of_a_saved_model_are_other_types(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    acc = gc.accumulate(reductions.mean(), every=2)
+    state, module = acc.init(tf.zeros(2)), tf.Module()
+    module.update = tf.function(acc.update)
+    module.update.get_concrete_function(tf.zeros(2), state)
+    tf.saved_model.save(module, str(tmp_path))
+    updated = tf.saved_model.load(str(tmp_path)).update(tf.ones(2), state)
+    with pytest.raises(GradCombineError, match=r"received AccumulateState of 3, another type.*pack_sequence_as"):
+        acc.value(updated)
+    with pytest.raises(GradCombineError, match=r"received MeanState of 4, another type.*pack_sequence_as"):
+        reductions.mean().finalize(updated.levels[0])
+    again = tf.nest.pack_sequence_as(state, tf.nest.flatten(updated))
+    np.testing.assert_array_equal(acc.value(again), [1, 1])
 
 
 @needs_jax

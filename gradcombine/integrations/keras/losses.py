@@ -34,8 +34,19 @@ _COUNTED = "an override of microbatch_weight that counts the labels (WeightedTra
 
 
 def examples(x: Tree, y: Tree) -> Any:
-    """Number of labels in a batch, or of inputs without labels; on TensorFlow a tensor if the shape is not static."""
-    shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten([y, x]) if leaf is not None))
+    """Number of labels in a batch, or of inputs without labels; on TensorFlow a tensor if the shape is not static.
+
+    Raises:
+      GradCombineError: for arrays of different lengths; scalars have none.
+    """
+    labels, inputs = ([leaf for leaf in keras.tree.flatten(part) if leaf is not None] for part in (y, x))
+    arrays = [leaf for leaf in labels or inputs if len(leaf.shape)]
+    lengths = {leaf.shape[0] for leaf in arrays}
+    if len(lengths) != 1:
+        expected = "arrays with one number of examples, or an override of microbatch_weight (WeightedTrainStep)"
+        with within("batch"):
+            raise invalid(expected, f"lengths {', '.join(sorted(map(str, lengths))) or 'of scalars'}")
+    shape: Any = keras.ops.shape(arrays[0])
     return shape[0]
 
 
@@ -141,7 +152,9 @@ def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree)
     expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
     with within("loss"):
         if several:
-            raise invalid(expected, f"{len(leaves)} sample weights and reductions {sorted(map(repr, reductions))}")
+            weights = f"{len(leaves)} sample weights (Keras copies one for each output)"
+            expected += ", or an override of microbatch_weight"
+            raise invalid(expected, f"{weights} and reductions {sorted(map(repr, reductions))}")
     is_wide = keras.backend.standardize_dtype(leaves[0].dtype) == "float64"
     return keras.ops.sum(keras.ops.cast(leaves[0], "float64" if is_wide else "float32"))
 

@@ -96,9 +96,10 @@ class AccumulatedStep(WithSeen):
 
     A tf.train.Checkpoint of the step resumes bit for bit in the middle of a window: it holds the window of each
     replica, their common position, and `seen`, but not the variables and the optimizer, which are saved separately.
-    Under more replicas, the additional windows stay empty; under fewer, contributions would be missing, which
-    ``assert_consumed()`` reports. After `load_states`, or from an older checkpoint without `seen`, variables count as
-    seen if their combined gradient in the window differs from that of an empty window.
+    Under more replicas, the additional windows stay empty; under fewer, contributions would be missing:
+    ``assert_consumed()`` raises for both, ``assert_existing_objects_matched()`` for more only. After `load_states`, or
+    from an older checkpoint without `seen`, variables count as seen if their combined gradient in the window differs
+    from that of an empty window.
 
     References: `Custom training with tf.distribute.Strategy
     <https://www.tensorflow.org/tutorials/distribute/custom_training>`_; `tf.VariableSynchronization

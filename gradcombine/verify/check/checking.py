@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -257,7 +257,7 @@ def checked(
     if not faults and subject.returns_params and subject.framework != "torch":  # whose optimizers' states are not seen
         faults = {x.cause: x for x in _in_second_step(standard, unit, splits, terms)}
     elif by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
-        if make_step.takes_optimizer:
+        if cast("Any", make_step).takes_optimizer:
             add(str(split), Cause.STATE, "a second step adds its gradients to those of the first; call zero_grad")
         else:
             not_asked += ("a second step, whose gradients add to those of the first unless zero_grad is called",)

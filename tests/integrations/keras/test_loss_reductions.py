@@ -99,6 +99,16 @@ def test_sample_weights_of_several_outputs_are_refused() -> None:
         made.fit(X, [Y, Y], batch_size=BATCH, verbose=0, sample_weight=COUNTED, callbacks=[FlushAtEpochEnd()])
 
 
+def test_the_number_of_examples_is_that_of_all_arrays() -> None:
+    """Scalars have no examples; arrays of two lengths, such as a prior of the classes, leave open which one counts."""
+    made = linear(Accumulate(keras.optimizers.SGD(1.0), EVERY), Model)
+    batch = {"alpha": keras.ops.ones(()), "x": keras.ops.ones((4, 2))}
+    assert int(made.microbatch_weight(batch, None, None)) == 4
+    for x, y in (({"prior": keras.ops.ones(10), **batch}, None), (batch["x"], [batch["x"], batch["x"][:3]])):
+        with pytest.raises(GradCombineError, match=r"leaf batch: expected arrays with one number of examples.*lengths"):
+            made.microbatch_weight(x, y, None)
+
+
 @pytest.mark.full
 def test_a_weight_of_ones_own_is_taken_for_summed_losses() -> None:
     class Counted(Model):

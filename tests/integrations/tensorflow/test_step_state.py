@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,21 @@ def test_a_window_resumes_in_the_middle(name: str, way: str, apply: str, tmp_pat
         w.assign(tf.zeros(3))  # a Keras optimizer saves its variables, too
         assert feed(strategy, resumed, range(3, 4)) == [True]
         np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
+
+
+@pytest.mark.parametrize(("old", "new", "matched"), [("mirrored_2", "none", True), ("none", "mirrored_2", False)])
+def test_restoring_on_another_number_of_replicas_is_told(old: str, new: str, matched: bool, tmp_path: Path) -> None:
+    def made(name: str) -> tf.train.Checkpoint:
+        with scope(name):
+            w = tf.Variable(tf.zeros(3))
+            return tf.train.Checkpoint(step=AccumulatedStep(given, [w], replace, every=2))
+
+    path = made(old).save(tmp_path / "window")
+    status = made(new).restore(path)
+    with pytest.raises(AssertionError):
+        status.assert_consumed()
+    with nullcontext() if matched else pytest.raises(AssertionError):
+        status.assert_existing_objects_matched()
 
 
 def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any], begun: int) -> list[float]:
