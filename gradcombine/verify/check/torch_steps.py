@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -122,6 +122,7 @@ class TorchStep:
             stack.enter_context(register_optimizer_step_pre_hook(observed.on_optimizer_step))
             if wide or observer is not None:  # compiled modules do not support a dispatch mode
                 stack.enter_context(observed)
+                observed.watch(p for named in tensors for p in named.values())
             torch.manual_seed(0)
             step = self._steps.get(wide) or self._steps.setdefault(wide, self._make())
             torch.manual_seed(0)
@@ -157,8 +158,12 @@ class TorchStep:
         """Returns copies of the parameters and the batch with these values, and whether the values are wider."""
         values = [*params, *tree.split_as(self._like[1][1], batch)]
         # Copied together, because optimizers hold the parameters of modules.
-        leaves = copy.deepcopy([*self._like[0][0], *self._like[1][0]])
+        like, copies = [*self._like[0][0], *self._like[1][0]], dict[int, Any]()
+        leaves = copy.deepcopy(like, copies)
         wide = any([_fill(x, y) for x, y in zip(leaves, values, strict=True)])  # noqa: C419 (each is filled)
+        for x, y in zip(like, leaves, strict=True):
+            for p, q in zip(_tensors(x).values(), _tensors(y).values(), strict=True):
+                _add_attributes(p, q, copies)
         for x in leaves:
             if wide and isinstance(x, torch.optim.Optimizer):
                 x.state.update({p: _each(_wide, state) for p, state in x.state.items()})
@@ -205,7 +210,8 @@ class Observer(TorchDispatchMode):
       products: dtypes of the operands of matrix products.
       drawn: dtypes of random numbers.
       updates: number of optimizer steps.
-      gradients: the last gradients at the point, by parameter name.
+      gradients: the last gradients at the point, by parameter name; at clipping, before the first operation after
+        their accumulation.
     """
 
     def __init__(self, point: str = "", replacements: Mapping[str, np.ndarray] | None = None) -> None:
@@ -213,6 +219,17 @@ class Observer(TorchDispatchMode):
         self.wide, self.names = False, dict[Any, str]()
         self.products, self.drawn, self.gradients = set[Any](), set[Any](), dict[str, np.ndarray]()
         self._point, self._replacements, self.updates = point, replacements, 0
+        self._clipped = dict[Any, Any]()
+
+    def watch(self, params: Iterable[Any]) -> None:
+        """Observes when gradients are accumulated, to find the first operation of clipping after that."""
+
+        def on_accumulated(p: Any) -> None:
+            self._clipped.pop(p, None)
+
+        for p in params if self._point == CLIPPING else ():
+            if p.is_leaf and p.requires_grad:
+                p.register_post_accumulate_grad_hook(on_accumulated)
 
     def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Hook that runs before each optimizer step; returns its arguments if a closure computes the gradients."""
@@ -235,7 +252,8 @@ class Observer(TorchDispatchMode):
                 self._visit(self.names.setdefault(p, str(len(self.names))), p.grad)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, draws = kwargs or {}, torch.Tag.nondeterministic_seeded in func.tags
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags and _value(func, "dropout_p", args, kwargs) != 0
         if not self.wide or self._point:
             self._record(str(func), [x for x in _tensors_in((args, kwargs)) if x.is_floating_point()], draws)
         if not self.wide:
@@ -262,9 +280,12 @@ class Observer(TorchDispatchMode):
             self.products.update(x.dtype for x in floats)
         if self._point == CLIPPING and CLIPS.search(name):
             dense = {p: name for p, name in self.names.items() if p.grad is not None and p.grad is _dense(p.grad)}
-            gradients = {p.grad.data_ptr(): (name, p.grad) for p, name in dense.items()}
+            gradients = {p.grad.data_ptr(): (p, name) for p, name in dense.items()}
             for pointer in {x.data_ptr() for x in floats} & set(gradients):
-                self._visit(*gradients[pointer])
+                p, name = gradients[pointer]
+                if self._clipped.get(p) is not p.grad:
+                    self._clipped[p] = p.grad
+                    self._visit(name, p.grad)
 
     def _visit(self, name: str, gradient: Any) -> None:
         if self._replacements is not None:
@@ -358,6 +379,15 @@ def _short(path: str) -> str:
     return path.replace("']['", ".").replace("['", "").replace("']", "")
 
 
+def _add_attributes(tensor: Any, new: Any, copies: dict[int, Any]) -> None:
+    """Adds the attributes and hooks of a tensor to its copy, as copy.deepcopy does not for parameters."""
+    vars(new).update(copy.deepcopy(vars(tensor), copies))
+    for hook in (tensor._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
 def _fill(x: Any, values: Any) -> bool:
     """Writes values into the tensors of a leaf; returns whether this widens them."""
     widens = False
@@ -373,6 +403,15 @@ def _tensor(array: np.ndarray, like: Any) -> Any:
     dtype = {np.dtype(x): y for x, y in ((np.float64, torch.float64), (np.complex128, torch.complex128))}
     values = widened(array) if is_float_dtype(array.dtype) else array
     return torch.tensor(values, dtype=dtype.get(array.dtype, like.dtype), device=like.device)
+
+
+def _value(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the value of an argument of an operation; None if it has none of this name."""
+    arguments = func._schema.arguments
+    index = next((i for i, x in enumerate(arguments) if x.name == name), None)
+    if index is None or index < len(args):
+        return None if index is None else args[index]
+    return kwargs.get(name, arguments[index].default_value)
 
 
 def _tensors_in(x: Any) -> Iterator[Any]:
