@@ -24,7 +24,7 @@ from gradcombine.verify.check.case import Terms, case_of
 from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import as_floats
+from gradcombine.verify.check.leaves import as_floats, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
@@ -255,7 +255,11 @@ def checked(
     not_asked = () if pad is not None else ("padding, which needs the argument pad",)
     by_design = faults.keys() <= {*BY_DESIGN.values()}
     if not faults and subject.returns_params and subject.framework != "torch":  # whose optimizers' states are not seen
-        faults = {x.cause: x for x in _in_second_step(standard, unit, splits, terms)}
+        later = subject.after_one_batch()
+        faults = {x.cause: x for x in _elsewhere(standard, later, "in the second step", unit, splits, terms)}
+    elif not faults and _hides_leaves(standard):
+        later = subject.perturbed(ELSEWHERE)
+        faults = {x.cause: x for x in _elsewhere(standard, later, "at perturbed parameters", unit, splits, terms)}
     elif by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
         if cast("Any", make_step).takes_optimizer:
             add(str(split), Cause.STATE, "a second step adds its gradients to those of the first; call zero_grad")
@@ -291,21 +295,39 @@ COARSE = 0.1
 its rounding."""
 
 
-def _in_second_step(
-    standard: Standard, unit: float | None, splits: Sequence[Split], terms: Terms | None
+ELSEWHERE = perturbation(0, 0.5, 0.5)
+"""Perturbs parameters at which gradients are 0, such as those of LoRA, whose second factor starts at 0."""
+
+
+def _hides_leaves(standard: Standard) -> bool:
+    """Whether a gradient is 0 for all examples, but not at perturbed parameters."""
+    floats = [standard.native.floats, *(x.floats for x in standard.columns if x is not None)]
+    zero = [i for i in standard.gradients if not any(np.any(x[i]) for x in floats)]
+    if not zero or standard.subject.returns_params:
+        return False
+    other = standard.elsewhere(0, ONE_BATCH, None, wide=False)
+    return other is not None and any(np.any(other.floats[i]) for i in zero)
+
+
+def _elsewhere(
+    standard: Standard, later: Subject, where: str, unit: float | None, splits: Sequence[Split], terms: Terms | None
 ) -> Iterator[Fault]:
-    """Yields the first fault of a second step, which starts from the result of one batch.
+    """Yields the first fault at other parameters.
 
     The first step hides how often a moment that starts at 0 decays, or the moving average of parameters that starts
     equal to them.
+
+    Args:
+      later: the step with other parameters, such as the result of one batch.
+      where: what they are.
     """
-    later, batch, second = standard.subject.after_one_batch(), standard.subject.batch, None
+    batch, second = standard.subject.batch, None
     try:
         one = later.run(ONE_BATCH, batch)
-    except GradCombineError:  # the step does not accept its own result
+    except GradCombineError:  # the step does not accept them
         return
     for split in splits:
-        name = f"{split} in the second step"
+        name = f"{split} {where}"
         try:
             result = later.run(split, batch)
         except NotFiniteError as error:

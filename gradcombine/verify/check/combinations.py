@@ -78,7 +78,7 @@ def scaled_apart(standard: Standard, case: Case) -> Iterator[Prediction]:
     if np.count_nonzero(one) <= FITTED:  # always fits
         return
     (a, b), _, rank, _ = np.linalg.lstsq(np.stack([one, start], axis=1), result)
-    if rank < FITTED or abs(a - 1) <= EPSILON or np.abs(b * start).max() <= 1:
+    if rank < FITTED or min(abs(a), abs(a - 1)) <= EPSILON or np.abs(b * start).max() <= 1:
         return  # without an addition beyond rounding, another hypothesis names the factor
     counts = {case.split.microbatches: "microbatches", case.split.devices: "devices"}
     number = next((n for n in counts if n > 1 and abs(a - n) <= EPSILON * n), None)
@@ -98,11 +98,12 @@ def _factor(standard: Standard, case: Case, leaves: Sequence[int]) -> float:
     allowed = standard.allowed(False)
     used = [i for i in leaves if allowed[i] > 0]
     one, result = (flat([x[i] / allowed[i] for i in used]) for x in (standard.best.floats, case.result.floats))
-    return float(result @ one / (one @ one)) if np.count_nonzero(one) > 1 else 1.0
+    factor = float(result @ one / (one @ one)) if np.count_nonzero(one) > 1 else 1.0
+    return 0.0 if abs(factor) <= EPSILON else factor
 
 
 EPSILON = 1e-5
-"""Difference of a factor from 1 that is ignored: divisors add an epsilon to the count."""
+"""Difference of a factor from 1 or 0 that is ignored: divisors add an epsilon to the count."""
 
 
 def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:

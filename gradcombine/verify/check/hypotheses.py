@@ -33,12 +33,12 @@ from gradcombine.verify.check.case import (
 )
 from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
-from gradcombine.verify.check.inner import CUTS, HIDDEN, before_update, hidden_by_update
+from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
 from gradcombine.verify.check.standard import Standard, combined
-from gradcombine.verify.check.step_program import line_of
+from gradcombine.verify.check.step_program import line_of, may_be_narrow
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -264,7 +264,7 @@ def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause
         native, (cause, detail, line) = _explain_inner(inner, split, terms)
         if cause in CERTAIN or (cause in (Cause.SUM, Cause.SCALED) and not may_rescale):
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
-        if not _is_scaled(flat(inner.best.floats), flat(native.floats)):
+        if not _is_scaled(inner, native):
             text = "a difference of the gradients that reach the optimizer, which hides it in this step"
             answer = Cause.UNEXPLAINED, text, ""
     return answer
@@ -281,9 +281,10 @@ CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, 
 """Causes that predict a gradient to the last digit, and are no factor by which the optimizer may divide."""
 
 
-def _is_scaled(one: np.ndarray, divided: np.ndarray) -> bool:
-    factor = float(one @ divided) / max(float(one @ one), 1e-300)
-    return float(np.linalg.norm(divided - factor * one)) <= HIDDEN * float(np.linalg.norm(divided))
+def _is_scaled(inner: Standard, divided: Result) -> bool:
+    one, other = flat(inner.native.floats), flat(divided.floats)
+    factor = float(one @ other) / max(float(one @ one), 1e-300)
+    return inner.shares(divided.floats, [factor * x for x in inner.native.floats], False, 1 + abs(factor)).max() <= 1
 
 
 # --- single elements of a result ---
@@ -307,9 +308,7 @@ def scattered(standard: Standard, case: Case) -> Iterator[Prediction]:
     allowed = standard.allowed(case.wide)
     for name, terms in groups:
         count = 0
-        for i, share in enumerate(shares):
-            if share <= 1:
-                continue
+        for i in np.flatnonzero(shares > 1).tolist():
             one, result = standard.best.floats[i], case.result.floats[i]
             if one.ndim < 2:
                 break
@@ -345,7 +344,8 @@ def narrow(standard: Standard, case: Case) -> Iterator[Prediction]:
     k, devices = case.split
     other = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices)
     columns = [x.floats for x in standard.columns if x is not None]
-    if other.microbatches < 2 or len(columns) < len(standard.units):
+    known = other.microbatches > 1 and len(columns) == len(standard.units)
+    if not known or not may_be_narrow(standard.subject, case.split):
         return
     try:
         second = standard.subject.run(other, standard.subject.batch)

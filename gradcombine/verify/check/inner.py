@@ -68,13 +68,12 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
             yield Standard(_up_to(subject, length), standard.unit), others
 
 
-HIDDEN = 1e-3
-"""Relative difference of gradients above which a step that hides it, such as Adam's first one, is examined; outside of
-float64 at least 16 units of rounding."""
+HIDDEN = 16
+"""Least difference of gradients, in units of rounding, at which a step that hides it (Adam's first one) is examined."""
 
 
 def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standard, bool]]:
-    """Yields the step up to gradients at the optimizer that differ by more than `HIDDEN`, for the earliest cuts.
+    """Yields the step up to gradients at the optimizer that differ beyond rounding, for the earliest cuts.
 
     Each comes with whether the optimizer may begin with a division of the gradients by a computed number.
     """
@@ -101,13 +100,21 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         at = [indices.index(i) for i in one.inputs(length)]
         first = [values[i] for i in at]
         second = [divided_values[divided_indices.index(i)] for i in divided.inputs(length)]
-        if not are_far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
+        if not are_far(first, second, [noise[i] for i in at], HIDDEN * min(standard.unit, FLOAT32_UNIT)):
             continue
         try:
             inner = Standard(_up_to(subject, length), standard.unit)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
             return
+        if not are_different(inner, split):
+            continue
         yield inner, any(divided.may_rescale(i, length) for i in divided.inputs(length))
+
+
+def are_different(inner: Standard, split: Split) -> bool:
+    """Whether the gradients of a division differ from those of one batch by more than their rounding bound."""
+    batch = inner.subject.batch
+    return inner.distance(split, batch, inner.subject.run(split, batch)) > 1
 
 
 def are_far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[float], threshold: float) -> bool:

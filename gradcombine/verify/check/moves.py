@@ -45,6 +45,8 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
     multiples = [1.0]
     sizes = np.abs(flat([addition[i] for i in changed]))
     if np.count_nonzero(sizes > SAME * sizes.max(initial=0)) > 1:  # any two numbers are multiples
+        if _factor(addition, dict(enumerate(undivided)), changed) is not None:
+            return  # the gradient of the copied example, which may be dropped or counted twice
         # Divided by a count of examples or tokens, it is another multiple than for the copies.
         multiples += filter(None, [_factor(difference, dict(enumerate(addition)), changed)])
     for multiple in multiples:

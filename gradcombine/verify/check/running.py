@@ -136,6 +136,12 @@ class Subject:
         other._params = flattened(self.call(self.step(ONE_BATCH), self.batch, wide=False)[0])[0][: len(self._params)]
         return other
 
+    def perturbed(self, noise: Callable[[np.ndarray], np.ndarray]) -> Subject:
+        """Returns this subject with perturbed float parameters."""
+        other = copy.copy(self)
+        other._params = [copied(x, False, noise) for x in self._params]
+        return other
+
     @property
     def params(self) -> Tree:
         return self._tree(self._params)
@@ -163,8 +169,7 @@ class Subject:
             except GradCombineError:
                 raise
             except Exception as error:  # a user's function may raise anything
-                received = f"{type(error).__name__}: {line(error)}"
-                raise invalid(f"a make_step for {split}", received) from error
+                raise invalid(f"a make_step for {split}", f"{type(error).__name__}: {line(error)}") from error
         return self._steps[split]
 
     def run(self, split: Split, batch: Tree, wide: bool = False, step: Step | None = None, **changes: Any) -> Result:
@@ -279,13 +284,12 @@ class Subject:
 
     def evaluated(self, split: Split, evaluate: Callable[[Program, Sequence[Any]], list[Tree]]) -> list[Result]:
         """Returns the results of ``evaluate(program, arguments)`` for a division's program and float64 arguments."""
-        leaves, params = flattened(self.batch)[0], self._params
         program = self.program(self.step(split), self.batch)
         if program is None or program.problem:
             raise NotWide("its program is not known")
         with wide_types():
-            arguments = [copied(x, True, None) for x in [*params, *leaves]]
-            before = [array_of(x) for x in arguments[: len(params)] if is_float(x)]
+            arguments = [copied(x, True, None) for x in [*self._params, *flattened(self.batch)[0]]]
+            before = [array_of(x) for x in arguments[: len(self._params)] if is_float(x)]
             return [self._result(x, before) for x in evaluate(program, arguments)]
 
     def read(self, value: Tree) -> Result:

@@ -35,6 +35,12 @@ def equations(subject: Subject, split: Split) -> list[Any]:
     return [] if traced is None else list(operations(traced.jaxpr.jaxpr))
 
 
+def may_be_narrow(subject: Subject, split: Split) -> bool:
+    """Whether a division's JAX program has a dtype narrower than float32; True if the program is unknown."""
+    found = equations(subject, split)
+    return not found or any(_is_narrow(getattr(variable.aval, "dtype", None)) for x in found for variable in x.outvars)
+
+
 # --- precision and random numbers ---
 
 

@@ -8,8 +8,7 @@ numbers in each run. In float64, make_step is called again, and every operation 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,33 +16,33 @@ from typing import Any
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # pyright: ignore[reportMissingImports]
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
 
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
-from gradcombine.verify.check.inner import HIDDEN, are_far
-from gradcombine.verify.check.leaves import ZERO, flattened, is_float_dtype, is_torch, widened
-from gradcombine.verify.check.measure import Measured
+from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
+from gradcombine.verify.check.leaves import ZERO, flattened, is_torch, widened
+from gradcombine.verify.check.measure import FLOAT32_UNIT, Measured
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
-from gradcombine.verify.diff.pytorch import converted
-
-OPTIMIZER, CLIPPING = "optimizer", "clipping"
-"""Points at which gradients are observed: when an optimizer receives them, and when they are clipped."""
+from gradcombine.verify.check.torch_observer import (
+    CLIPPING,
+    OPTIMIZER,
+    Observer,
+    arrays_of,
+    dense,
+    each,
+    tensor_of,
+    tensors_of,
+    to_wide,
+)
 
 Optimized = list[dict[str, np.ndarray]]
 """Zeros for the parameters that optimizers received in the first run of any step; empty before it."""
 
 OBSERVED = "['gradients']['"
 """Is in the paths of these gradients in a result, before the name of the parameter."""
-
-WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
-WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
-PRODUCTS = re.compile(r"mm\.|mv\.|dot|convolution|rnn|lstm|gru")
-CLIPS = re.compile(r"norm|clamp")
-"""Operations that clip gradients or compute their norm."""
 
 
 def as_arrays(
@@ -55,9 +54,9 @@ def as_arrays(
         return make_step, params, batch, settings
     for name, arguments in (("terms", (params, batch)), ("reference", (params, batch)), ("pad", (batch, 0))):
         value = settings.get(name)
-        settings[name] = TorchStep(lambda value=value: value, *arguments) if callable(value) else _arrays(value)
+        settings[name] = TorchStep(lambda value=value: value, *arguments) if callable(value) else arrays_of(value)
     steps = TorchSteps(make_step, params, batch, settings["returns"])
-    return steps, _arrays(params), _arrays(batch), settings
+    return steps, arrays_of(params), arrays_of(batch), settings
 
 
 class TorchSteps:
@@ -111,7 +110,7 @@ class TorchStep:
         values, structure = tree.split_as(self._like[0][1], params), self._like[0][1]
         leaves, batch, wide = self._arguments(values, batch)
         observed = observer or Observer(OPTIMIZER)
-        observed.wide, tensors = wide, [_tensors(x) for x in leaves]
+        observed.wide, tensors = wide, [tensors_of(x) for x in leaves]
         for path, named in zip(structure.paths(), tensors, strict=True):
             observed.names |= {p: _short(f"{path}[{name!r}]" if name else path) for name, p in named.items()}
         for named, left in zip(tensors, self._left if again else (), strict=again):
@@ -130,7 +129,7 @@ class TorchStep:
         self._left = [{name: p.grad for name, p in named.items()} for named in tensors]
         for x, arrays in zip(leaves, values, strict=True):
             if isinstance(x, torch.nn.Module):
-                arrays.update(_arrays(x))  # a dict of the caller's, which changes in place as the module does
+                arrays.update(arrays_of(x))  # a dict of the caller's, which changes in place as the module does
         if not self._optimized:
             self._optimized.append({name: np.zeros_like(x) for name, x in observed.gradients.items()})
         if self._returns == "params" and (zeros := self._optimized[0]):
@@ -139,9 +138,9 @@ class TorchStep:
             extra = {"gradients": {name: observed.gradients.get(name, x) for name, x in zeros.items()}}
             result = extra if result is None else (*(result if type(result) is tuple else (result,)), extra)
         elif self._returns == "gradients" and result is None:
-            grads = [{name: _dense(p.grad) for name, p in named.items()} for named in tensors]
+            grads = [{name: dense(p.grad) for name, p in named.items()} for named in tensors]
             result = tree.unflatten(structure, [x.get("", x) for x in grads])
-        return self._filled(_arrays(result), wide) if self._returns == "gradients" else _arrays(result)
+        return self._filled(arrays_of(result), wide) if self._returns == "gradients" else arrays_of(result)
 
     def _filled(self, gradients: Tree, wide: bool) -> Tree:
         """Returns zeros in place of gradients that are None, but were not in the first run."""
@@ -162,11 +161,11 @@ class TorchStep:
         leaves = copy.deepcopy(like, copies)
         wide = any([_fill(x, y) for x, y in zip(leaves, values, strict=True)])  # noqa: C419 (each is filled)
         for x, y in zip(like, leaves, strict=True):
-            for p, q in zip(_tensors(x).values(), _tensors(y).values(), strict=True):
+            for p, q in zip(tensors_of(x).values(), tensors_of(y).values(), strict=True):
                 _add_attributes(p, q, copies)
         for x in leaves:
             if wide and isinstance(x, torch.optim.Optimizer):
-                x.state.update({p: _each(_wide, state) for p, state in x.state.items()})
+                x.state.update({p: each(to_wide, state) for p, state in x.state.items()})
         arguments = [x if is_torch(x) else y for x, y in zip(leaves, values, strict=True)]
         count = len(params)
         return arguments[:count], tree.unflatten(self._like[1][1], arguments[count:]), wide
@@ -195,104 +194,6 @@ class TorchStep:
     def after(self, point: str) -> Step:
         """Returns a step of parameters and (batch, gradients) that replaces the gradients at a point."""
         return lambda params, replacement: self(params, replacement[0], Observer(point, replacement[1]))
-
-
-class Observer(TorchDispatchMode):
-    """Observes the operations of a step, and runs them in float64 if `wide` is set.
-
-    Args:
-      point: where gradients are observed; empty: nowhere.
-      replacements: gradients to write there instead, by parameter name.
-
-    Attributes:
-      wide: whether to run operations in float64, except those that draw random numbers.
-      names: names of the parameters.
-      products: dtypes of the operands of matrix products.
-      drawn: dtypes of random numbers.
-      updates: number of optimizer steps.
-      gradients: the last gradients at the point, by parameter name; at clipping, before the first operation after
-        their accumulation.
-    """
-
-    def __init__(self, point: str = "", replacements: Mapping[str, np.ndarray] | None = None) -> None:
-        super().__init__()
-        self.wide, self.names = False, dict[Any, str]()
-        self.products, self.drawn, self.gradients = set[Any](), set[Any](), dict[str, np.ndarray]()
-        self._point, self._replacements, self.updates = point, replacements, 0
-        self._clipped = dict[Any, Any]()
-
-    def watch(self, params: Iterable[Any]) -> None:
-        """Observes when gradients are accumulated, to find the first operation of clipping after that."""
-
-        def on_accumulated(p: Any) -> None:
-            self._clipped.pop(p, None)
-
-        for p in params if self._point == CLIPPING else ():
-            if p.is_leaf and p.requires_grad:
-                p.register_post_accumulate_grad_hook(on_accumulated)
-
-    def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Hook that runs before each optimizer step; returns its arguments if a closure computes the gradients."""
-        self.updates += 1
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._on_gradients(optimizer)
-            return None
-
-        def observed() -> Any:
-            loss = closure()
-            self._on_gradients(optimizer)
-            return loss
-
-        return args[:1], kwargs | {"closure": observed}
-
-    def _on_gradients(self, optimizer: Any) -> None:
-        if self._point == OPTIMIZER:
-            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-                self._visit(self.names.setdefault(p, str(len(self.names))), p.grad)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        draws = torch.Tag.nondeterministic_seeded in func.tags and _value(func, "dropout_p", args, kwargs) != 0
-        if not self.wide or self._point:
-            self._record(str(func), [x for x in _tensors_in((args, kwargs)) if x.is_floating_point()], draws)
-        if not self.wide:
-            return func(*args, **kwargs)
-        mutated = 1 if func._schema.is_mutable else 0
-        if draws:  # the same numbers as in float32
-            result = func(*_each(_narrow, args), **_each(_narrow, kwargs))
-            return args[0].copy_(result) if mutated else _each(_wide, result)
-        if "_amp_" in func.__name__:  # gradient scaling requires float32
-            narrow = [_narrow(x) if isinstance(x, torch.Tensor) else x for x in args]
-            result = func(*narrow, **kwargs)
-            for x, y in zip(_tensors_in(args[:2]), _tensors_in(narrow[:2]), strict=True):
-                x.copy_(y)
-            return result
-        if any(x.dtype in WIDE for x in _tensors_in(args[:mutated])):
-            raise NotWide(f"{func} changes a tensor narrower than float64 in place")
-        result = func(*args[:mutated], *_each(_wide, args[mutated:]), **_each(_wide, kwargs))
-        return result if mutated else _each(_wide, result)
-
-    def _record(self, name: str, floats: Sequence[Any], draws: bool) -> None:
-        if draws:
-            self.drawn.update([x.dtype for x in floats] or [torch.float32])
-        if PRODUCTS.search(name):
-            self.products.update(x.dtype for x in floats)
-        if self._point == CLIPPING and CLIPS.search(name):
-            dense = {p: name for p, name in self.names.items() if p.grad is not None and p.grad is _dense(p.grad)}
-            gradients = {p.grad.data_ptr(): (p, name) for p, name in dense.items()}
-            for pointer in {x.data_ptr() for x in floats} & set(gradients):
-                p, name = gradients[pointer]
-                if self._clipped.get(p) is not p.grad:
-                    self._clipped[p] = p.grad
-                    self._visit(name, p.grad)
-
-    def _visit(self, name: str, gradient: Any) -> None:
-        if self._replacements is not None:
-            if gradient is not _dense(gradient):
-                raise NotWide("a sparse gradient is not replaced")
-            gradient.copy_(_tensor(self._replacements[name], gradient))
-        self.gradients[name] = _arrays(_dense(gradient))
 
 
 def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
@@ -326,10 +227,11 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         if not one or not one.keys() == divided.keys() == at_optimizer.keys():
             return
         values, others, last_values = ([x[name] for name in one] for x in (one, divided, at_optimizer))
-        noise, threshold = [0.0] * len(values), HIDDEN if wide else max(HIDDEN, 16 * standard.unit)
+        noise, threshold = [0.0] * len(values), HIDDEN * min(standard.unit, FLOAT32_UNIT)
         standard.gradient_examined |= are_far(values, last_values, noise, threshold)
-        if are_far(values, others, noise, threshold):
-            yield Standard(inner, standard.unit), False
+        clipped = Standard(inner, standard.unit) if are_far(values, others, noise, threshold) else None
+        if clipped is not None and are_different(clipped, split):
+            yield clipped, False
     except (NotWide, GradCombineError):
         return
 
@@ -354,26 +256,6 @@ def updates_by_rounding(measured: Measured, sizes: np.ndarray) -> np.ndarray:
     return np.array([largest_update * x for x in params] + [0.0] * (len(names) - len(params)))
 
 
-def _tensors(x: Any) -> dict[str, Any]:
-    """Returns a tensor, or the parameters and floating-point buffers of a module, by name."""
-    if not isinstance(x, torch.nn.Module):
-        return {"": x} if isinstance(x, torch.Tensor) else {}
-    buffers = {name: buffer for name, buffer in x.named_buffers() if buffer.is_floating_point()}
-    return {**dict(x.named_parameters()), **buffers}
-
-
-def _arrays(value: Tree) -> Tree:
-    """Converts tensors to NumPy arrays, modules to dicts of arrays, and optimizers to None."""
-    leaves, structure = flattened(value)
-    tensors = [_tensors(x) if isinstance(x, torch.nn.Module) else x for x in leaves]
-    return tree.unflatten(structure, [None if isinstance(x, torch.optim.Optimizer) else converted(x) for x in tensors])
-
-
-def _dense(gradient: Any) -> Any:
-    """Converts a sparse gradient, as of an embedding, to a dense tensor."""
-    return gradient.to_dense() if getattr(gradient, "layout", None) is torch.sparse_coo else gradient
-
-
 def _short(path: str) -> str:
     """Formats the path of a leaf like a PyTorch parameter name: ``model.layer.weight``."""
     return path.replace("']['", ".").replace("['", "").replace("']", "")
@@ -391,50 +273,8 @@ def _add_attributes(tensor: Any, new: Any, copies: dict[int, Any]) -> None:
 def _fill(x: Any, values: Any) -> bool:
     """Writes values into the tensors of a leaf; returns whether this widens them."""
     widens = False
-    for name, tensor in _tensors(x).items():
-        new = _tensor(values[name] if name else values, tensor)
+    for name, tensor in tensors_of(x).items():
+        new = tensor_of(values[name] if name else values, tensor)
         widens |= new.dtype != tensor.dtype
         tensor.data = new
     return widens
-
-
-def _tensor(array: np.ndarray, like: Any) -> Any:
-    """Converts an array to a tensor, float64 if the array is, else in the dtype of ``like``, on its device."""
-    dtype = {np.dtype(x): y for x, y in ((np.float64, torch.float64), (np.complex128, torch.complex128))}
-    values = widened(array) if is_float_dtype(array.dtype) else array
-    return torch.tensor(values, dtype=dtype.get(array.dtype, like.dtype), device=like.device)
-
-
-def _value(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the value of an argument of an operation; None if it has none of this name."""
-    arguments = func._schema.arguments
-    index = next((i for i, x in enumerate(arguments) if x.name == name), None)
-    if index is None or index < len(args):
-        return None if index is None else args[index]
-    return kwargs.get(name, arguments[index].default_value)
-
-
-def _tensors_in(x: Any) -> Iterator[Any]:
-    """Yields the tensors among the arguments of an operation."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, (list, tuple, dict)):
-        for item in x.values() if isinstance(x, dict) else x:
-            yield from _tensors_in(item)
-
-
-def _each(change: Callable[[Any], Any], x: Any) -> Any:
-    """Applies ``change`` to the arguments or results of an operation; faster than functions on general trees."""
-    if isinstance(x, dict):
-        return {name: _each(change, item) for name, item in x.items()}
-    return type(x)([_each(change, item) for item in x]) if type(x) in (list, tuple) else change(x)
-
-
-def _wide(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.to(WIDE[x.dtype]) if x.dtype in WIDE else x
-    return WIDE.get(x, x) if isinstance(x, torch.dtype) else x
-
-
-def _narrow(x: Any) -> Any:
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x

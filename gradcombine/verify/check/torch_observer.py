@@ -1,0 +1,188 @@
+# pyright: standard
+"""Observes and widens the operations of a PyTorch step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
+
+from gradcombine import tree
+from gradcombine.types import Tree
+from gradcombine.verify.check.leaves import flattened, is_float_dtype, widened
+from gradcombine.verify.check.running import NotWide
+from gradcombine.verify.diff.pytorch import converted
+
+OPTIMIZER, CLIPPING = "optimizer", "clipping"
+"""Points at which gradients are observed: when an optimizer receives them, and when they are clipped."""
+
+WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
+PRODUCTS = re.compile(r"mm\.|mv\.|dot|convolution|rnn|lstm|gru")
+CLIPS = re.compile(r"norm|clamp")
+"""Operations that clip gradients or compute their norm."""
+
+
+class Observer(TorchDispatchMode):
+    """Observes the operations of a step, and runs them in float64 if `wide` is set.
+
+    Args:
+      point: where gradients are observed; empty: nowhere.
+      replacements: gradients to write there instead, by parameter name.
+
+    Attributes:
+      wide: whether to run operations in float64, except those that draw random numbers.
+      names: names of the parameters.
+      products: dtypes of the operands of matrix products.
+      drawn: dtypes of random numbers.
+      updates: number of optimizer steps.
+      gradients: the last gradients at the point, by parameter name; at clipping, before the first operation after
+        their accumulation.
+    """
+
+    def __init__(self, point: str = "", replacements: Mapping[str, np.ndarray] | None = None) -> None:
+        super().__init__()
+        self.wide, self.names = False, dict[Any, str]()
+        self.products, self.drawn, self.gradients = set[Any](), set[Any](), dict[str, np.ndarray]()
+        self._point, self._replacements, self.updates = point, replacements, 0
+        self._clipped = dict[Any, Any]()
+
+    def watch(self, params: Iterable[Any]) -> None:
+        """Observes when gradients are accumulated, to find the first operation of clipping after that."""
+
+        def on_accumulated(p: Any) -> None:
+            self._clipped.pop(p, None)
+
+        for p in params if self._point == CLIPPING else ():
+            if p.is_leaf and p.requires_grad:
+                p.register_post_accumulate_grad_hook(on_accumulated)
+
+    def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Hook that runs before each optimizer step; returns its arguments if a closure computes the gradients."""
+        self.updates += 1
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._on_gradients(optimizer)
+            return None
+
+        def observed() -> Any:
+            loss = closure()
+            self._on_gradients(optimizer)
+            return loss
+
+        return args[:1], kwargs | {"closure": observed}
+
+    def _on_gradients(self, optimizer: Any) -> None:
+        if self._point == OPTIMIZER:
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                self._visit(self.names.setdefault(p, str(len(self.names))), p.grad)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags and _value(func, "dropout_p", args, kwargs) != 0
+        if not self.wide or self._point:
+            self._record(str(func), [x for x in _tensors_in((args, kwargs)) if x.is_floating_point()], draws)
+        if not self.wide:
+            return func(*args, **kwargs)
+        mutated = 1 if func._schema.is_mutable else 0
+        if draws:  # the same numbers as in float32
+            result = func(*each(_narrow, args), **each(_narrow, kwargs))
+            return args[0].copy_(result) if mutated else each(to_wide, result)
+        if "_amp_" in func.__name__:  # gradient scaling requires float32
+            narrow = [_narrow(x) if isinstance(x, torch.Tensor) else x for x in args]
+            result = func(*narrow, **kwargs)
+            for x, y in zip(_tensors_in(args[:2]), _tensors_in(narrow[:2]), strict=True):
+                x.copy_(y)
+            return result
+        if any(x.dtype in WIDE for x in _tensors_in(args[:mutated])):
+            raise NotWide(f"{func} changes a tensor narrower than float64 in place")
+        result = func(*args[:mutated], *each(to_wide, args[mutated:]), **each(to_wide, kwargs))
+        return result if mutated else each(to_wide, result)
+
+    def _record(self, name: str, floats: Sequence[Any], draws: bool) -> None:
+        if draws:
+            self.drawn.update([x.dtype for x in floats] or [torch.float32])
+        if PRODUCTS.search(name):
+            self.products.update(x.dtype for x in floats)
+        if self._point == CLIPPING and CLIPS.search(name):
+            named = {p: name for p, name in self.names.items() if p.grad is not None and p.grad is dense(p.grad)}
+            gradients = {p.grad.data_ptr(): (p, name) for p, name in named.items()}
+            for pointer in {x.data_ptr() for x in floats} & set(gradients):
+                p, name = gradients[pointer]
+                if self._clipped.get(p) is not p.grad:
+                    self._clipped[p] = p.grad
+                    self._visit(name, p.grad)
+
+    def _visit(self, name: str, gradient: Any) -> None:
+        if self._replacements is not None:
+            if gradient is not dense(gradient):
+                raise NotWide("a sparse gradient is not replaced")
+            gradient.copy_(tensor_of(self._replacements[name], gradient))
+        self.gradients[name] = arrays_of(dense(gradient))
+
+
+def tensors_of(x: Any) -> dict[str, Any]:
+    """Returns a tensor, or the parameters and floating-point buffers of a module, by name."""
+    if not isinstance(x, torch.nn.Module):
+        return {"": x} if isinstance(x, torch.Tensor) else {}
+    buffers = {name: buffer for name, buffer in x.named_buffers() if buffer.is_floating_point()}
+    return {**dict(x.named_parameters()), **buffers}
+
+
+def arrays_of(value: Tree) -> Tree:
+    """Converts tensors to NumPy arrays, modules to dicts of arrays, and optimizers to None."""
+    leaves, structure = flattened(value)
+    tensors = [tensors_of(x) if isinstance(x, torch.nn.Module) else x for x in leaves]
+    return tree.unflatten(structure, [None if isinstance(x, torch.optim.Optimizer) else converted(x) for x in tensors])
+
+
+def dense(gradient: Any) -> Any:
+    """Converts a sparse gradient, as of an embedding, to a dense tensor."""
+    return gradient.to_dense() if getattr(gradient, "layout", None) is torch.sparse_coo else gradient
+
+
+def tensor_of(array: np.ndarray, like: Any) -> Any:
+    """Converts an array to a tensor, float64 if the array is, else in the dtype of ``like``, on its device."""
+    dtype = {np.dtype(x): y for x, y in ((np.float64, torch.float64), (np.complex128, torch.complex128))}
+    values = widened(array) if is_float_dtype(array.dtype) else array
+    return torch.tensor(values, dtype=dtype.get(array.dtype, like.dtype), device=like.device)
+
+
+def _value(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the value of an argument of an operation; None if it has none of this name."""
+    arguments = func._schema.arguments
+    index = next((i for i, x in enumerate(arguments) if x.name == name), None)
+    if index is None or index < len(args):
+        return None if index is None else args[index]
+    return kwargs.get(name, arguments[index].default_value)
+
+
+def _tensors_in(x: Any) -> Iterator[Any]:
+    """Yields the tensors among the arguments of an operation."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (list, tuple, dict)):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from _tensors_in(item)
+
+
+def each(change: Callable[[Any], Any], x: Any) -> Any:
+    """Applies ``change`` to the arguments or results of an operation; faster than functions on general trees."""
+    if isinstance(x, dict):
+        return {name: each(change, item) for name, item in x.items()}
+    return type(x)([each(change, item) for item in x]) if type(x) in (list, tuple) else change(x)
+
+
+def to_wide(x: Any) -> Any:
+    """Converts a tensor or a dtype to float64 or complex128."""
+    if isinstance(x, torch.Tensor):
+        return x.to(WIDE[x.dtype]) if x.dtype in WIDE else x
+    return WIDE.get(x, x) if isinstance(x, torch.dtype) else x
+
+
+def _narrow(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x

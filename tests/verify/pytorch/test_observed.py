@@ -1,0 +1,114 @@
+"""What is observed in PyTorch steps: hooks and attributes of parameters, clipping, attention without dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from gradcombine.verify import Cause, check_step
+
+ROWS = 8
+torch.manual_seed(0)
+BATCH = {"x": torch.randn(ROWS, 5), "y": torch.randn(ROWS)}
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def window(
+    k: int,
+    total: Any = ROWS,
+    each: Callable[[Any], object] = lambda model: None,
+    last: Callable[[Any], object] = lambda model: None,
+) -> Any:
+    def step(model: Any, batch: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
+            (((model(x)[:, 0] - y) ** 2).sum() / (total or len(x))).backward()
+            each(model)
+        last(model)
+        optimizer.step()
+
+    return step
+
+
+def clip(model: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_and_log(model: Any) -> None:
+    clip(model)
+    for p in model.parameters():
+        p.grad.norm()
+
+
+def clip_tagged(model: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if hasattr(p, "is_clipped")], 0.01)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook", "tag"])
+def test_hooks_and_attributes_of_parameters_are_kept(register: str) -> None:
+    def clamp(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-0.01, 0.01)
+
+    def clamp_grad(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.grad.clamp_(-0.01, 0.01)
+
+    model = net()
+    for p in model.parameters():
+        if register == "tag":
+            vars(p)["is_clipped"] = True
+        else:
+            getattr(p, register)(clamp if register == "register_hook" else clamp_grad)
+    each = clip_tagged if register == "tag" else lambda model: None
+    assert not check_step(partial(window, each=each), model, BATCH, returns="params").passes
+    assert check_step(partial(window, each=each), net(), BATCH, returns="params").passes
+
+
+CLIPPED: dict[str, Callable[[Any], object]] = {
+    "by norm": clip,
+    "by norm, and logged": clip_and_log,
+    "by value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.05),
+    "by value, one by one": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.05, foreach=False),
+}
+
+
+@pytest.mark.parametrize("total", [ROWS, 0], ids=["right", "sum"])
+@pytest.mark.parametrize("name", CLIPPED)
+def test_gradients_are_those_before_clipping(name: str, total: int) -> None:
+    report = check_step(partial(window, total=total, last=CLIPPED[name]), net(), BATCH, returns="params")
+    assert [fault.cause for fault in report.faults] == ([] if total else [Cause.SUM]), report
+    assert report.passes is bool(total), report
+
+
+def test_fused_attention_without_dropout_draws_no_numbers() -> None:
+    class Attends(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y[:, None] for y in self.inner(x).chunk(3, -1))
+            return self.out(functional.scaled_dot_product_attention(q, k, v)).mean((1, 2, 3))
+
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = model(x)
+                (((out.float() - y) ** 2).sum() / ROWS).backward()
+
+        return step
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(ROWS, 6, 8), "y": torch.randn(ROWS)}
+    report = check_step(make_step, Attends(), batch)
+    assert report.passes, report

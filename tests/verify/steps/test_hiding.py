@@ -1,0 +1,137 @@
+"""Defects that the optimizer, the parameters or a small coefficient nearly hide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradcombine.verify import Cause, check_step
+
+Step = Callable[[Any, Any], Any]
+RNG = np.random.default_rng(0)
+TOKENS = 50
+REAL = (np.arange(TOKENS) < np.array([50, 49, 50, 48, 49, 50, 47, 50])[:, None]).astype(np.float32)
+BATCH = {
+    "x": RNG.normal(size=(8, TOKENS, 4)).astype(np.float32),
+    "y": RNG.normal(size=(8, TOKENS)).astype(np.float32),
+    "real": REAL,
+}
+
+
+def parts(batch: Any, k: int) -> list[Any]:
+    return [{name: x[rows] for name, x in batch.items()} for rows in np.split(np.arange(len(batch["x"])), k)]
+
+
+def squares(p: Any, batch: Any) -> Any:
+    return jnp.sum((batch["x"] @ p - batch["y"]) ** 2 * batch["real"])
+
+
+def logarithms(p: Any, batch: Any) -> Any:
+    return jnp.sum(jnp.log1p((batch["x"] @ p) ** 2) * batch["real"])
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.sign_sgd(1e-3)], ids=["adam", "signs"])
+def test_gradients_whose_size_the_optimizer_hides_are_compared_to_the_last_digits(
+    tx: optax.GradientTransformation, right: bool
+) -> None:
+    """Microbatches with nearly equal numbers of tokens: a mean of means differs by less than a thousandth."""
+
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            count = jnp.sum(batch["real"])
+            counts = [count / k if right else jnp.sum(part["real"]) for part in parts(batch, k)]
+            grads = [jax.grad(squares)(p, part) / n for part, n in zip(parts(batch, k), counts, strict=True)]
+            mean = sum(grads[1:], grads[0]) / k
+            with jax.numpy_dtype_promotion("standard"):
+                updates, _ = tx.update(mean, tx.init(p), p)
+            return optax.apply_updates(p, updates)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, np.float32([3, -3, 2, -2]), BATCH, returns="params")
+    assert [fault.cause for fault in report.faults] == ([] if right else [Cause.MEAN_OF_MEANS]), report
+
+
+@pytest.mark.parametrize("coefficient", [0.1, 0.01])
+def test_a_small_term_in_float32_is_no_narrow_accumulator(coefficient: float) -> None:
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            count = jnp.sum(batch["real"])
+
+            def loss(p: Any, part: Any) -> Any:
+                return squares(p, part) / count + coefficient * logarithms(p, part) / jnp.sum(part["real"]) / k
+
+            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
+            return sum(grads[1:], grads[0])
+
+        return jax.jit(step)
+
+    lengths = np.array([50, 9, 32, 15, 44, 28, 3, 36])
+    batch = BATCH | {"real": (np.arange(TOKENS) < lengths[:, None]).astype(np.float32)}
+    batch = {name: np.repeat(x, 2, axis=0) for name, x in batch.items()}
+    start = RNG.normal(size=4).astype(np.float32)
+    report = check_step(make_step, start, batch, microbatches=(2, 4))
+    assert report.faults and report.cause is not Cause.PRECISION, report
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_gradients_that_are_0_at_the_start_are_compared_elsewhere(right: bool) -> None:
+    """The second factor of LoRA starts at 0, so that the gradient of the first one is 0 for all examples."""
+    batch = {"x": RNG.normal(size=(8, 6)).astype(np.float32), "y": RNG.normal(size=(8, 5)).astype(np.float32)}
+    frozen = RNG.normal(size=(6, 5)).astype(np.float32)
+
+    def loss(p: Any, part: Any) -> Any:
+        return jnp.sum((part["x"] @ frozen + part["x"] @ p["a"] @ p["b"] - part["y"]) ** 2) / 8
+
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
+            total = jax.tree.map(lambda *x: sum(x), *grads)
+            return total if right else {"a": grads[-1]["a"], "b": total["b"]}
+
+        return jax.jit(step)
+
+    start = {"a": RNG.normal(size=(6, 2)).astype(np.float32), "b": np.zeros((2, 5), np.float32)}
+    report = check_step(make_step, start, batch)
+    assert report.passes is right, report
+    assert right or report.faults[0].run == "2 microbatches at perturbed parameters"
+
+
+def test_a_state_that_stands_still_is_multiplied_by_0() -> None:
+    def make_step(k: int) -> Step:
+        def step(state: Any, batch: Any) -> Any:
+            p, average = state
+            new = p - 0.1 * jax.grad(squares)(p, batch) / 400
+            return new, 0.9 * average + 0.1 * (new if k == 1 else p)
+
+        return jax.jit(step)
+
+    start = RNG.normal(size=4).astype(np.float32)
+    report = check_step(make_step, (start, start), BATCH, returns="params")
+    assert report.cause is Cause.SCALED and report.faults[0].detail.startswith("by 0;"), report
+
+
+@pytest.mark.parametrize("last", [1.0, 9.0], ids=["light", "heavy"])
+def test_the_heaviest_example_is_dropped(last: float) -> None:
+    batch = {"x": RNG.normal(size=(9, 5)).astype(np.float32), "weight": np.float32([1, 2, 1, 2, 1, 2, 1, 2, last])}
+
+    def loss(p: Any, part: Any) -> Any:
+        return jnp.sum((part["x"] @ p - 1) ** 2 * part["weight"])
+
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            size, total = 9 // k, jnp.sum(batch["weight"])
+            pieces = [{name: x[i * size : (i + 1) * size] for name, x in batch.items()} for i in range(k)]
+            return sum(jax.grad(loss)(p, part) / total for part in pieces)
+
+        return jax.jit(step)
+
+    (fault,) = check_step(make_step, np.zeros(5, np.float32), batch).faults
+    assert (fault.cause, fault.detail) == (Cause.LOST, "example 8"), fault
