@@ -36,7 +36,7 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/keras": {"tensorflow", "keras", "jax"},
     "gradcombine/integrations/optax": {"jax", "optax"},
     "gradcombine/integrations/tensorflow": {"tensorflow"},
-    "gradcombine/verify/check/torch_steps.py": {"torch"},
+    "gradcombine/verify/check/torch_": {"torch"},
     "gradcombine/verify": {"jax", "optax", "tensorflow", "keras"},
     "tests/formats": {"safetensors"},
     "tests/contract": {"jax", "optax", "tensorflow", "keras"},
