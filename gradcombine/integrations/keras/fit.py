@@ -51,7 +51,7 @@ class WeightedTrainStep:
         Raises:
           GradCombineError: for losses that are sums over the examples if the window is a mean, for a mixture of sums
             and means or regularizers, and for losses with ``ignore_class`` or masked outputs, which are means over the
-            other labels.
+            other labels; for labels (or inputs without labels) of different lengths.
         """
         optimizer = accumulating(getattr(self, "optimizer", None))
         return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, y, sample_weight)

@@ -138,8 +138,8 @@ def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree)
       sample_weight: sample weights of the batch, or None.
 
     Raises:
-      GradCombineError: as `require_weighable`; for means by sample weight if outputs have different sample weights or
-        losses have different reductions.
+      GradCombineError: as `require_weighable` and `examples`; for means by sample weight if outputs have different
+        sample weights or losses have different reductions.
     """
     require_weighable(model, reduction)
     reductions = _reductions(model)
@@ -247,7 +247,7 @@ def fit_step(optimizer: Any) -> FitStep | None:
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     try:
         size = examples(x, y)
-    except (IndexError, ValueError):  # scalar or unknown rank
+    except ValueError:  # scalars, several lengths or unknown rank
         return None
     fit = next((x for x in _running(frames, "fit") if x.f_locals.get("self") is model), None)
     # On JAX, a step leaves its state here for callbacks, until fit ends.

@@ -77,11 +77,12 @@ def check_step(
         best: each one is then also run alone, as a batch of n copies.
       microbatches, devices: numbers to divide by; all pairs are run.
       returns: ``"gradients"``: the step returns a tree of means over the examples, which may include a loss and
-        metrics. ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
-        parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
-        clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
-        compared. A second step is compared, too: it shows how often moments that start at 0 decay. In PyTorch, it shows
-        whether gradients of the first one remain (zero_grad is missing).
+        metrics. If a gradient is 0 for all examples, the step also runs at perturbed parameters. ``"params"``: it
+        returns a tree like ``params``, alone or in a tuple before metrics; the change of the parameters is compared. If
+        its size does not depend on that of the gradients, as in Adam's first step or after clipping, the verdict is
+        `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and compared. A second step is
+        compared, too: it shows how often moments that start at 0 decay. In PyTorch, a second step from the same
+        parameters shows whether gradients of the first one remain (zero_grad is missing).
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
@@ -258,7 +259,7 @@ def checked(
         later = subject.after_one_batch()
         faults = {x.cause: x for x in _elsewhere(standard, later, "in the second step", unit, splits, terms)}
     elif not faults and _hides_leaves(standard):
-        later = subject.perturbed(ELSEWHERE)
+        later = subject.perturbed(perturbation(0, 0.5, 0.5))
         faults = {x.cause: x for x in _elsewhere(standard, later, "at perturbed parameters", unit, splits, terms)}
     elif by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
         if cast("Any", make_step).takes_optimizer:
@@ -295,12 +296,8 @@ COARSE = 0.1
 its rounding."""
 
 
-ELSEWHERE = perturbation(0, 0.5, 0.5)
-"""Perturbs parameters at which gradients are 0, such as those of LoRA, whose second factor starts at 0."""
-
-
 def _hides_leaves(standard: Standard) -> bool:
-    """Whether a gradient is 0 for all examples, but not at perturbed parameters."""
+    """Whether a gradient is 0 for all examples, but not at perturbed parameters, as if LoRA's second factor is 0."""
     floats = [standard.native.floats, *(x.floats for x in standard.columns if x is not None)]
     zero = [i for i in standard.gradients if not any(np.any(x[i]) for x in floats)]
     if not zero or standard.subject.returns_params:
