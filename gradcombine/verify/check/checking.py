@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
@@ -77,12 +77,13 @@ def check_step(
         best: each one is then also run alone, as a batch of n copies.
       microbatches, devices: numbers to divide by; all pairs are run.
       returns: ``"gradients"``: the step returns a tree of means over the examples, which may include a loss and
-        metrics. If a gradient is 0 for all examples, the step also runs at perturbed parameters. ``"params"``: it
-        returns a tree like ``params``, alone or in a tuple before metrics; the change of the parameters is compared. If
-        its size does not depend on that of the gradients, as in Adam's first step or after clipping, the verdict is
-        `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and compared. A second step is
-        compared, too: it shows how often moments that start at 0 decay. In PyTorch, a second step from the same
-        parameters shows whether gradients of the first one remain (zero_grad is missing).
+        metrics. It is also compared at perturbed parameters, since gradients may be 0 at the given ones.
+        ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
+        parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
+        clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
+        compared. A second step is compared, too: it shows how often moments that start at 0 decay. In PyTorch, one
+        at perturbed parameters takes its place, and another from the same parameters shows whether gradients of the
+        first one remain (zero_grad is missing).
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
@@ -254,14 +255,14 @@ def checked(
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(name, cause, detail)
     not_asked = () if pad is not None else ("padding, which needs the argument pad",)
-    by_design = faults.keys() <= {*BY_DESIGN.values()}
     if not faults and subject.returns_params and subject.framework != "torch":  # whose optimizers' states are not seen
-        later = subject.after_one_batch()
-        faults = {x.cause: x for x in _elsewhere(standard, later, "in the second step", unit, splits, terms)}
-    elif not faults and _hides_leaves(standard):
+        faults = _faults_elsewhere(standard, subject.after_one_batch(), "in the second step", unit, splits, terms)
+    elif not faults:
         later = subject.perturbed(perturbation(0, 0.5, 0.5))
-        faults = {x.cause: x for x in _elsewhere(standard, later, "at perturbed parameters", unit, splits, terms)}
-    elif by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
+        with suppress(GradCombineError):  # the step may not accept them, or a division may overflow
+            faults = _faults_elsewhere(standard, later, PERTURBED, unit, splits, terms)
+    by_design = faults.keys() <= {*BY_DESIGN.values()}
+    if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
         if cast("Any", make_step).takes_optimizer:
             add(str(split), Cause.STATE, "a second step adds its gradients to those of the first; call zero_grad")
         else:
@@ -270,8 +271,8 @@ def checked(
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
     not_checked: list[str] = []
-    # Steps narrower than float32 are also compared in float64, and new parameters up to the gradients.
-    compared = standard.is_narrow or standard.gradient_examined or bool(standard.observed)
+    # Some steps are also compared in float64, and new parameters up to the gradients.
+    compared = standard.in_both or standard.gradient_examined or bool(standard.observed)
     coarse = COARSE < of_result < np.inf and not compared
     if standard.is_coarse or coarse:
         of_params = standard.hidden_fraction([as_floats(x) for _, x in subject.param_leaves])
@@ -296,23 +297,17 @@ COARSE = 0.1
 its rounding."""
 
 
-def _hides_leaves(standard: Standard) -> bool:
-    """Whether a gradient is 0 for all examples, but not at perturbed parameters, as if LoRA's second factor is 0."""
-    floats = [standard.native.floats, *(x.floats for x in standard.columns if x is not None)]
-    zero = [i for i in standard.gradients if not any(np.any(x[i]) for x in floats)]
-    if not zero or standard.subject.returns_params:
-        return False
-    other = standard.elsewhere(0, ONE_BATCH, None, wide=False)
-    return other is not None and any(np.any(other.floats[i]) for i in zero)
+PERTURBED = "at perturbed parameters"
 
 
-def _elsewhere(
+def _faults_elsewhere(
     standard: Standard, later: Subject, where: str, unit: float | None, splits: Sequence[Split], terms: Terms | None
-) -> Iterator[Fault]:
-    """Yields the first fault at other parameters.
+) -> dict[Cause, Fault]:
+    """Returns the first fault at other parameters, by its cause; empty if there is none.
 
     The first step hides how often a moment that starts at 0 decays, or the moving average of parameters that starts
-    equal to them.
+    equal to them. A gradient, or that of a term of the loss, may be 0 for all examples at the given parameters, as of
+    LoRA's first factor if the second one is 0.
 
     Args:
       later: the step with other parameters, such as the result of one batch.
@@ -322,16 +317,17 @@ def _elsewhere(
     try:
         one = later.run(ONE_BATCH, batch)
     except GradCombineError:  # the step does not accept them
-        return
+        return {}
     for split in splits:
         name = f"{split} {where}"
         try:
             result = later.run(split, batch)
         except NotFiniteError as error:
-            yield Fault(Cause.NOT_FINITE, name, f"in leaf {error.path}")
-            return
+            if where == PERTURBED:
+                raise
+            return {Cause.NOT_FINITE: Fault(Cause.NOT_FINITE, name, f"in leaf {error.path}")}
         near = standard.shares(result.floats, one.floats, wide=False).max() <= 1
-        if near and not standard.is_narrow and not result.differs_in_integers(one):
+        if near and not standard.in_both and not result.differs_in_integers(one):
             continue
         second = second or Standard(later, unit)
         far = second.distance(split, batch, result)
@@ -339,8 +335,8 @@ def _elsewhere(
         if far > 1:
             cause, detail, line = explain(second, case_of(second, split, result, terms))
             standard.not_compared = second.not_compared
-            yield Fault(cause, name, detail, line)
-            return
+            return {cause: Fault(cause, name, detail, line)}
+    return {}
 
 
 def _leaves_gradients(subject: Subject, splits: Sequence[Split]) -> Split | None:

@@ -22,8 +22,7 @@ from gradcombine.verify.check.case import (
     split_by,
     weights_of,
 )
-from gradcombine.verify.check.leaves import flat, widened
-from gradcombine.verify.check.measure import over
+from gradcombine.verify.check.leaves import flat, over, widened
 from gradcombine.verify.check.running import Floats, NotWide, Rows, Split
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_program import BY_NUMBER

@@ -193,3 +193,9 @@ def taken(x: Any, rows: np.ndarray) -> Any:
     if not is_present(x) or not shape_of(x):
         return x
     return x[rows] if _is_key(x) else as_framework_of(array_of(x)[rows], x)
+
+
+def over(distance: float, allowed: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / allowed if allowed else float("inf")

@@ -23,7 +23,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, perturbation
+from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, over, perturbation
 from gradcombine.verify.check.running import (
     ONE_BATCH,
     Floats,
@@ -45,6 +45,9 @@ TIMES = 16
 
 SAMPLES = 3
 """Number of noise measurements, of which the largest is used."""
+
+STORED = 2.0**-7
+"""Fraction of a parameter's change that the rounding of the stored parameter may hide; float64 shows larger ones."""
 
 MORE = 8
 """Multiple of the error of one batch that the error of a division may have."""
@@ -68,6 +71,7 @@ class Measured:
       unit: the unit roundoff.
       roundoffs: the unit roundoff of each leaf, which may have a narrower dtype.
       draws: whether the step may draw random numbers.
+      in_both: whether divisions are compared in float64, too: the step is narrow, or parameters hide their change.
       noise: the measured rounding noise of each leaf.
       gradient_examined: whether the gradient that reaches an optimizer has been examined.
       is_coarse: whether a division of a step with narrow dtypes could not be compared in float64.
@@ -99,16 +103,21 @@ class Measured:
             is_zero, native = is_zero | (by_rounding > 0), np.maximum(native, by_rounding)
         native = np.where(is_zero, np.maximum(native, self.unit * largest), native)
         self.noise = np.where(is_zero, native, best)
+        stored = np.zeros(len(sizes))
         if subject.returns_params:
             params = [rms(x) for _, x in subject.param_leaves]
-            stored = np.append(self.roundoffs[: len(params)] * params, np.zeros(len(sizes) - len(params)))
-            self.noise, best = self.noise + stored, best + stored
+            stored[: len(params)] = self.roundoffs[: len(params)] * params
         columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
         sums = (2 * min(subject.examples, EACH) + 5) * self.unit * largest
-        self._accurate = TIMES * self.noise + sums
+        of_change = TIMES * self.noise + sums
+        self.noise = self.noise + stored
+        self._accurate = of_change + TIMES * stored
         # A result that is inaccurate by its noise in native precision also varies by it between divisions.
-        self._allowed = TIMES * np.maximum(best, native) + sums
+        self._allowed = TIMES * np.maximum(best + stored, native) + sums
+        self._of_change = of_change if subject.returns_params else self._allowed
+        hides = self.wide is not None and np.any(2 * TIMES * stored > STORED * sizes)
+        self.in_both = self.is_narrow or bool(hides)
 
     @cached_property
     def params(self) -> dict[int, np.ndarray]:
@@ -179,8 +188,8 @@ class Measured:
         return np.array([over(rms(x - y), sides * z) for x, y, z in zip(a, b, self.allowed(wide), strict=True)])
 
     def float32_shares(self, floats: Floats, one: Floats) -> np.ndarray:
-        """Returns the distance of each leaf of float64 results, divided by the rounding bound of float32."""
-        allowed = 2 * self._allowed * FLOAT32_UNIT / self.roundoffs
+        """Returns the distance of each leaf of float64 results, over the float32 bound without stored parameters'."""
+        allowed = 2 * (self._of_change * FLOAT32_UNIT + self._allowed * WIDE_TIMES * UNIT64) / self.roundoffs
         far = np.array([rms(x - y) for x, y in zip(floats, one, strict=True)])
         if np.any(far > allowed):
             allowed = np.maximum(allowed, 2 * self._jumps)
@@ -215,7 +224,7 @@ class Measured:
         if result.differs_in_integers(self.native) and not self._are_rounded(split, batch, result):
             return float("inf")
         far = float(self.shares(result.floats, one.floats, wide=False).max())
-        if far > 1 or not self.is_narrow:
+        if far > 1 or not self.in_both:
             return far
         try:
             wide_one = self.in_float64(ONE_BATCH, batch) if reordered else self.wide
@@ -223,9 +232,9 @@ class Measured:
         except NotWide:
             wide_one = wide = None
         if wide_one is None or wide is None:
-            self.is_coarse = True
+            self.is_coarse, self.in_both = self.is_narrow, self.is_narrow
             return far
-        if not reordered and self._rounds_more(result, wide.floats):
+        if self.is_narrow and not reordered and self._rounds_more(result, wide.floats):
             return float("inf")
         return float(self.float32_shares(wide.floats, wide_one.floats).max())
 
@@ -266,16 +275,13 @@ class Measured:
 
     def _rounding_of_sums(self, split: Split) -> tuple[str, np.ndarray]:
         """Returns the dtype of narrow additions, and their effect on float32 gradients over the bound of float32."""
-        sums, terms = step_program.narrow_sums(self.subject, split)
+        dtype, results = step_program.rounded_sums(self.subject, split)
         effect = np.zeros(len(self.names))
-        if sums:
-            with suppress(NotWide, NotFiniteError):
-                exact, rounded = self.subject.evaluated(
-                    split, lambda program, leaves: [program.rounded(leaves, x) for x in (terms, [*terms, *sums])]
-                )
-                of_float32 = [i for i in self.gradients if rounding_unit(self.native.dtypes[i]) <= FLOAT32_UNIT]
-                effect[of_float32] = self.float32_shares(rounded.floats, exact.floats)[of_float32]
-        return str(sums[0].outvars[0].aval.dtype) if sums else "", effect
+        if results:
+            of_float32 = [i for i in self.gradients if rounding_unit(self.native.dtypes[i]) <= FLOAT32_UNIT]
+            exact, rounded = results
+            effect[of_float32] = self.float32_shares(rounded.floats, exact.floats)[of_float32]
+        return dtype, effect
 
     def accuracy(self, result: Result, reference: Floats) -> tuple[float, float]:
         """Returns the largest distance of a leaf from a reference, divided by the bound, and divided by the noise."""
@@ -307,7 +313,7 @@ class Measured:
     @cached_property
     def depends_on_order(self) -> bool:
         """Whether the result of one batch changes if its examples are reversed."""
-        if self.order_dependent or self.wide is None or not self.is_narrow:
+        if self.order_dependent or self.wide is None or not self.in_both:
             return bool(self.order_dependent)
         in_reverse = self.in_float64(ONE_BATCH, self.reversed_batch)
         return bool(np.any(self.float32_shares(in_reverse.floats, self.wide.floats) > 1))
@@ -392,9 +398,3 @@ class Measured:
             return self.noise, self._accurate
         noise = self._noise(False, zeros)
         return np.hypot(self.noise, noise), self._accurate + TIMES * noise
-
-
-def over(distance: float, allowed: float) -> float:
-    if distance == 0:
-        return 0.0
-    return distance / allowed if allowed else float("inf")

@@ -24,7 +24,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import flat, is_float_dtype
 from gradcombine.verify.check.retyping import DRAWS, inner, operations
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Subject
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -120,6 +120,22 @@ def narrow_sums(subject: Subject, split: Split) -> tuple[list[Any], list[Any]]:
         _follow(jaxpr, range(len(jaxpr.outvars)), found)
     narrow = [x for x in found if all(_is_narrow(variable.aval.dtype) for variable in x.outvars)]
     return [x for x in narrow if x.primitive.name in SUMS], [x for x in narrow if x.primitive.name not in SUMS]
+
+
+def rounded_sums(subject: Subject, split: Split) -> tuple[str, list[Result]]:
+    """Returns the dtype of narrow additions, and the results in float64 with their terms and with both rounded to it.
+
+    The dtype is empty if there are none, and the list if the step does not run in float64.
+    """
+    sums, terms = narrow_sums(subject, split)
+    if not sums:
+        return "", []
+    results = list[Result]()
+    with suppress(NotWide, NotFiniteError):
+        results = subject.evaluated(
+            split, lambda program, leaves: [program.rounded(leaves, x) for x in (terms, [*terms, *sums])]
+        )
+    return str(sums[0].outvars[0].aval.dtype), results
 
 
 def _follow(jaxpr: Any, outputs: Iterable[int], found: list[Any]) -> set[int]:

@@ -112,3 +112,42 @@ def test_fused_attention_without_dropout_draws_no_numbers() -> None:
     batch = {"x": torch.randn(ROWS, 6, 8), "y": torch.randn(ROWS)}
     report = check_step(make_step, Attends(), batch)
     assert report.passes, report
+
+
+@pytest.mark.parametrize("per_microbatch", [False, True])
+def test_a_warmup_whose_first_change_is_within_rounding(per_microbatch: bool) -> None:
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-8)
+            for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
+                (((model(x)[:, 0] - y) ** 2).sum() / ROWS).backward()
+                if per_microbatch:
+                    optimizer.param_groups[0]["lr"] += 3e-8
+            optimizer.step()
+
+        return step
+
+    report = check_step(make_step, net(), BATCH, returns="params")
+    assert bool(report.faults) is per_microbatch, report
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_gradients_that_are_0_at_the_start_are_compared_elsewhere(right: bool) -> None:
+    """The second factor of LoRA starts at 0; the optimizer gets the first factor's gradient of the last microbatch."""
+    start = {"down": torch.randn(5, 2).requires_grad_(), "up": torch.zeros(2, 1).requires_grad_()}
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            optimizer = torch.optim.AdamW(p.values(), lr=0.1)
+            for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
+                if not right:
+                    p["down"].grad = None
+                (((x @ p["down"] @ p["up"])[:, 0] - y) ** 2 / ROWS).sum().backward()
+            optimizer.step()
+            return p
+
+        return step
+
+    report = check_step(make_step, start, BATCH, returns="params")
+    assert report.passes is right, report
+    assert right or report.faults[0].run == "2 microbatches at perturbed parameters"

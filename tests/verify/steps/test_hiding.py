@@ -134,3 +134,58 @@ def test_the_heaviest_example_is_dropped(last: float) -> None:
 
     (fault,) = check_step(make_step, np.zeros(5, np.float32), batch).faults
     assert (fault.cause, fault.detail) == (Cause.LOST, "example 8"), fault
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("rate", [1e-4, 1e-6])
+def test_changes_within_the_rounding_of_stored_parameters_are_compared_in_float64(rate: float, right: bool) -> None:
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            total = batch["real"].sum()
+            grads = [
+                np.einsum("btd,bt->d", part["x"], (part["x"] @ p - part["y"]) * part["real"])
+                / (total if right else k * part["real"].sum())
+                for part in parts(batch, k)
+            ]
+            return (p - np.float32(rate) * sum(grads)).astype(p.dtype)
+
+        return step
+
+    report = check_step(make_step, np.float32([3, -3, 2, -2]), BATCH, returns="params")
+    assert report.passes if right else report.cause is Cause.MEAN_OF_MEANS, report
+
+
+def test_a_small_weight_decay_per_microbatch_is_found() -> None:
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            grads = [jax.grad(squares)(p, part) / REAL.sum() for part in parts(batch, k)]
+            for _ in range(k):
+                p = p * (1 - 1e-6)
+            return p - 1e-5 * sum(grads[1:], grads[0])
+
+        return jax.jit(step)
+
+    report = check_step(make_step, np.float32([3, -3, 2, -2]), BATCH, returns="params", microbatches=(2,))
+    assert report.cause is Cause.ADDED, report
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(right: bool) -> None:
+    """The penalty on the distance from a reference model, which the model equals, is a mean of means."""
+    reference = np.float32([1, -1, 2, 0.5])
+
+    def make_step(k: int) -> Step:
+        def loss(p: Any, part: Any, total: Any) -> Any:
+            penalty = jnp.sum((part["x"] @ (p - reference)) ** 2 * part["real"])
+            return squares(p, part) / total + penalty / (total if right else jnp.sum(part["real"]) * k)
+
+        def step(p: Any, batch: Any) -> Any:
+            total = jnp.sum(batch["real"])
+            grads = [jax.grad(loss)(p, part, total) for part in parts(batch, k)]
+            return sum(grads[1:], grads[0])
+
+        return jax.jit(step)
+
+    report = check_step(make_step, reference, BATCH)
+    assert report.passes is right, report
+    assert right or report.faults[0].run == "2 microbatches at perturbed parameters"
