@@ -82,7 +82,7 @@ def torch_run(trace: Path, model: Block) -> None:
             optimizer.zero_grad()
             logits = model(tokens[:, :-1])
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            recorder(step, gradients={name: p.grad for name, p in model.named_parameters()})
+            recorder(step, inputs=rows, gradients={name: p.grad for name, p in model.named_parameters()})
             optimizer.step()
             recorder(step, params=dict(model.named_parameters()))
 
@@ -102,7 +102,7 @@ def flax_run(trace: Path, params: Any) -> None:
         for step, rows in enumerate(batches()):
             grads = gradients(params, jnp.asarray(rows))
             params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
-            recorder(step, gradients=grads, params=params)
+            recorder(step, inputs=rows, gradients=grads, params=params)
 
 
 def main() -> None:

@@ -86,13 +86,13 @@ def check_command(
         report = report.allowing(*intended)
         verdict, parts = headline(report), sections(report, source and f"The step is made at {source}.")
         status, passes = OUTCOMES[report.verdict]
+        files.write_json(as_json(report))
+        files.write_page(f"gradcombine check {what}", verdict, passes, parts)
         show(console, verdict, passes, parts)
         if before is not None and report.verdict is Verdict.FAILS:
             lines = [str(fault) for fault in report.faults if (fault.cause.name, fault.run) not in before]
             status, summary = (1, "new causes:") if lines else (0, "no new causes")
             console.print(plain("\n".join((summary, *lines)), "bold red" if lines else "green"), soft_wrap=True)
-        files.write_json(as_json(report))
-        files.write_page(f"gradcombine check {what}", verdict, passes, parts)
     raise typer.Exit(status)
 
 

@@ -267,12 +267,12 @@ def plan_command(
         files.require("plan")
         with progress("importing") as step:
             ranking = plan_named(what, target, None if ways is None else ways.split(","), step)
+        files.write_json(plan_report.as_json(ranking))
         best = ranking.best
         show(console, plan_report.verdict(ranking), best is not None, plan_report.sections(ranking))
         if best is not None:
             console.print(plain(f"\n{best.name}:\n", "bold"))
             console.print(plain(best.code), soft_wrap=True)
-        files.write_json(plan_report.as_json(ranking))
     raise typer.Exit(plan_report.status(ranking))
 
 

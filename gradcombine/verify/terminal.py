@@ -55,10 +55,10 @@ class Files(NamedTuple):
     def write(
         self, title: str, verdict: str, passes: bool | None, sections: Sequence[Section], content: object
     ) -> None:
-        """Prints a report and writes the files."""
-        show(Console(), verdict, passes, sections)
+        """Writes the files and prints the report, in this order: a pipe may be closed before its end."""
         self.write_json(content)
         self.write_page(title, verdict, passes, sections)
+        show(Console(), verdict, passes, sections)
 
 
 Step: TypeAlias = Callable[[str, int, int], None]

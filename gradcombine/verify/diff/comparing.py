@@ -15,8 +15,17 @@ from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.dumps import Dump, Entry
-from gradcombine.verify.diff.key_orders import common, conventional_axes, flipped
-from gradcombine.verify.diff.mapping import NO_RULES, Matching, Pair, Rules, match, require_rules, words_of
+from gradcombine.verify.diff.key_orders import common, flipped
+from gradcombine.verify.diff.mapping import (
+    NO_RULES,
+    Matching,
+    Pair,
+    Rules,
+    conventional_axes,
+    match,
+    require_rules,
+    words_of,
+)
 from gradcombine.verify.diff.similarity import ALIKE, closest
 
 
@@ -72,15 +81,22 @@ class Row(NamedTuple):
         axes, shape = self.pair.axes, self.difference.shape
         if self.pair.reason == "rule" or self.pair.reason.startswith("gates") or self.pair.flipped:
             return False
-        actual = axes or tuple(range(len(shape)))
         if len(shape) < 2 or not words_of(self.pair) <= {"kernel", "weight"}:
             return axes is not None and tuple(shape[i] for i in axes) == shape
-        second = tuple(shape[actual.index(i)] for i in range(len(shape)))
-        if (expected := conventional_axes(self.pair, shape, second)) is None:
+        if (expected := self.conventional) is None:
             return self.difference.cosine >= ALIKE
         # The position of axes of length 1 does not matter.
-        conventional, found = ([i for i, n in zip(order, shape, strict=True) if n != 1] for order in (expected, actual))
+        orders = expected, axes or tuple(range(len(shape)))
+        conventional, found = ([i for i, n in zip(order, shape, strict=True) if n != 1] for order in orders)
         return conventional != found and self.difference.cosine >= ALIKE
+
+    @property
+    def conventional(self) -> tuple[int, ...] | None:
+        """The order of the second leaf's axes that the names imply, if it gives the shape of the first leaf."""
+        shape = self.difference.shape
+        actual = self.pair.axes or tuple(range(len(shape)))
+        second = tuple(shape[actual.index(i)] for i in range(len(shape)))
+        return conventional_axes(self.pair, shape, second) if len(shape) > 1 else None
 
 
 class LeftOut(NamedTuple):
@@ -134,8 +150,8 @@ def diff(
 
     Args:
       a, b: from `gradcombine.verify.diff.dumps.open_dump`.
-      allowed: the largest allowed difference. A square kernel whose order of axes contradicts the convention of its
-        name fails in any case, if the other kernels of the two dumps follow theirs.
+      allowed: the largest allowed difference. A kernel whose axes could have the order that its name implies, but have
+        another, fails in any case if only spatial axes are swapped, or if the other kernels follow their names.
       rules: which leaves correspond, where names, shapes and values do not decide.
       reference: the same leaves in float64, to find out which side is off (`gradcombine.verify.compare.reference`).
         A leaf then passes if both sides are within their rounding noise, regardless of ``allowed``; leaves missing from
@@ -202,8 +218,10 @@ def diff(
     if reference is not None:
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
-    if _follow_names(rows):
-        rows = [row._replace(passes=False) if row.transposed and _is_ambiguous(row) else row for row in rows]
+    names_decide = _follow_names(rows)
+    for i, row in enumerate(rows):
+        if row.transposed and (_swaps_spatial_axes(row) or (names_decide and _is_ambiguous(row))):
+            rows[i] = row._replace(passes=False)
     rows.sort(key=lambda row: (row.passes, *row.difference.badness))
     tied = (*_tied(a, only_a), *_tied(b, only_b))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows), tied)
@@ -220,13 +238,27 @@ def _follow_names(rows: Sequence[Row]) -> bool:
     return all(follow) if follow else any(not row.transposed for row in kernels)
 
 
+def _swaps_spatial_axes(row: Row) -> bool:
+    """Whether a transposed convolution kernel has its spatial axes alone in an order that no framework has."""
+    expected, found = row.conventional, row.pair.axes
+    if expected is None or found is None or len(found) < 4:
+        return False
+    channels = slice(-2, None) if _is_kernel(row) else slice(2)
+    return expected[channels] == found[channels]
+
+
+def _is_kernel(row: Row) -> bool:
+    return row.pair.a.removesuffix("/value").endswith("kernel")
+
+
 def _is_ambiguous(row: Row) -> bool:
     """Whether a shape does not determine the order of axes, as for a kernel of equally many inputs and outputs."""
     shape, axes = row.difference.shape, row.pair.axes
-    if axes is not None and tuple(shape[i] for i in axes) == shape:
+    if (axes is not None and tuple(shape[i] for i in axes) == shape) or (
+        row.transposed and row.conventional is not None
+    ):
         return True
-    is_kernel = row.pair.a.removesuffix("/value").endswith("kernel")
-    return len(shape) > 1 and (shape[-1] == shape[-2] if is_kernel else shape[0] == shape[1])
+    return len(shape) > 1 and (shape[-1] == shape[-2] if _is_kernel(row) else shape[0] == shape[1])
 
 
 def _tied(dump: Dump, unmatched: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from gradcombine.formats import Entry, from_array
 from gradcombine.verify.diff.dumps import Dump
-from gradcombine.verify.diff.mapping import Pair, canonical, conventional, words_of
+from gradcombine.verify.diff.mapping import Pair, canonical, conventional
 from gradcombine.verify.diff.recurrent import gates
 from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, Axes, cosine
 
@@ -47,25 +47,6 @@ def common(
 
     a, b = _split(a, b, unchanged), _split(b, a, unchanged)
     return _merged(a, b, unchanged), _merged(b, a, unchanged), pairs
-
-
-def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axes | None:
-    """The order of the second leaf's axes that gives the first leaf, by the conventions that the names imply.
-
-    A ``kernel`` in flax and Keras is (..., in, out), a ``weight`` in PyTorch (out, in, ...); of a depthwise convolution
-    (..., channels, 1) and (channels, 1, ...). None for other names, and if no convention gives the shape. Both shapes,
-    ``a`` and ``b``, have at least two axes.
-    """
-    spatial = len(a) - 2
-    if not conventional(pair):
-        orders = [tuple(range(len(a)))] if words_of(pair) in ({"kernel"}, {"weight"}) else []
-    elif "kernel" in pair.b:
-        orders = [(spatial + 1, spatial, *range(spatial))]
-        orders += [(spatial, spatial + 1, *range(spatial))] if a[1] == 1 else []
-    else:
-        orders = [(*range(2, len(a)), 1, 0)]
-        orders += [(*range(2, len(a)), 0, 1)] if b[1] == 1 else []
-    return next((order for order in orders if tuple(b[i] for i in order) == a), None)
 
 
 def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -201,8 +201,10 @@ def match(
 
     Leaves are matched, in this order, by rules; by equal names; by names that differ only in the frameworks'
     conventions (`canonical`), if unique in both dumps; by names without words that occur only in one dump; by shapes,
-    transposed or not, that are unique in both dumps; by values, closest first. Values decide whether two leaves are
-    transposed. Unreadable leaves are matched only by rule or name.
+    transposed or not, that are unique in both dumps; by values, closest first. Names that differ in their numbers from
+    those of the other dump, such as ``2.weight`` and ``Dense_1/kernel``, match before shapes and values only if the
+    values are similar, and after them otherwise. Values decide whether two leaves are transposed. Unreadable leaves are
+    matched only by rule or name.
 
     Args:
       a, b: the dumps.
@@ -236,24 +238,34 @@ def match(
             axes = _ruled(a, b, name, other, rule.transpose)
             pair(name, other, "rule" if axes == rule.transpose else "rule, axes by values", axes)
 
-    def by(key: Callable[[Dump, str], Hashable], reason: str) -> None:
+    def by(key: Callable[[Dump, str], Hashable], reason: str, unlike: Container[Hashable] = ()) -> None:
+        """Pairs leaves by unique keys, and with ``unlike`` keys only if their values are similar."""
         for left, right in _unique(rest_a, rest_b, key):
             if a[left].unread or b[right].unread:
                 pair(left, right, reason)
             elif similarity.orders(a[left].shape, b[right].shape):
                 reading(left)
-                pair(left, right, reason, similarity.axes(a[left], b[right]))
+                axes = _axes(a, b, left, right)
+                if key(a, left) not in unlike or similarity.are_alike(a[left], b[right], axes):
+                    pair(left, right, reason, axes)
 
     by(lambda dump, name: name, "name")
-    by(lambda dump, name: canonical(name), "similar name")
-    # PyTorch calls the scale of a normalization its weight.
-    by(lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)), "similar name")
+    keys: list[Callable[[Dump, str], Hashable]] = [
+        lambda dump, name: canonical(name),
+        # PyTorch calls the scale of a normalization its weight.
+        lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)),
+    ]
+    for key in keys:
+        by(key, "similar name", _numbered_otherwise(rest_a, rest_b, key))
     common_words = _common_words(rest_a, rest_b)
-    by(lambda dump, name: common_words(name), "similar name")
+    keys.append(lambda dump, name: common_words(name))
+    by(keys[-1], "similar name", _numbered_otherwise(rest_a, rest_b, keys[-1]))
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading)):
-        pair(left, right, "values", axes)
+        pair(left, right, "values", _axes(a, b, left, right) if a[left].size <= similarity.MAX_SIZE else axes)
+    for key in keys:
+        by(key, "similar name")
     rest_a, rest_b = rest_a | unread[0], rest_b | unread[1]
     position = {name: i for i, name in enumerate(a)}
     return Matching(tuple(sorted(pairs, key=lambda each: position[each.a])), tuple(rest_a), tuple(rest_b))
@@ -290,6 +302,20 @@ def _common_words(a: Dump, b: Dump) -> Callable[[str], Hashable]:
     return key
 
 
+def _numbered_otherwise(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> set[Hashable]:
+    """Keys whose numbers count differently in the two dumps, as in nn.Sequential and in flax, which skips activations.
+
+    These are the keys with the same words, but other numbers in the other dump.
+    """
+    found: list[dict[Hashable, set[Hashable]]] = [{}, {}]
+    for by_words, dump in zip(found, (a, b), strict=True):
+        for each in (key(dump, name) for name in dump):
+            if isinstance(each, tuple):
+                words = [word for word in cast("tuple[str, ...]", each) if not word.isdecimal()]
+                by_words.setdefault(tuple(words), set()).add(cast("Hashable", each))
+    return {each for words, keys in found[0].items() if keys != found[1].get(words) for each in keys}
+
+
 def words_of(pair: Pair) -> set[str]:
     """The last word of each name."""
     return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)}
@@ -300,12 +326,39 @@ def conventional(pair: Pair) -> bool:
     return words_of(pair) == {"weight", "kernel"}
 
 
+def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axes | None:
+    """The order of the second leaf's axes that gives the first leaf, by the conventions that the names imply.
+
+    A ``kernel`` in flax and Keras is (..., in, out), a ``weight`` in PyTorch (out, in, ...); of a depthwise convolution
+    (..., channels, 1) and (channels, 1, ...). None for other names, and if no convention gives the shape. Both shapes,
+    ``a`` and ``b``, have at least two axes.
+    """
+    spatial = len(a) - 2
+    if not conventional(pair):
+        orders = [tuple(range(len(a)))] if words_of(pair) in ({"kernel"}, {"weight"}) else []
+    elif "kernel" in pair.b:
+        orders = [(spatial + 1, spatial, *range(spatial))]
+        orders += [(spatial, spatial + 1, *range(spatial))] if a[1] == 1 else []
+    else:
+        orders = [(*range(2, len(a)), 1, 0)]
+        orders += [(*range(2, len(a)), 0, 1)] if b[1] == 1 else []
+    return next((order for order in orders if tuple(b[i] for i in order) == a), None)
+
+
+def _axes(a: Dump, b: Dump, left: str, right: str) -> Axes | None:
+    """The order of the second leaf's axes in which it is most similar; the conventional one of several equal ones."""
+    shapes = a[left].shape, b[right].shape
+    fits = len(shapes[0]) == len(shapes[1]) > 1
+    expected = conventional_axes(Pair(left, right, None, "name"), *shapes) if fits else None
+    return similarity.axes(a[left], b[right], expected)
+
+
 def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:
     if a[left].unread or b[right].unread:
         return None
     shapes = a[left].shape, b[right].shape
     if axes is None and similarity.orders(*shapes):
-        return similarity.axes(a[left], b[right])
+        return _axes(a, b, left, right)
     if axes is None or len(axes) != len(shapes[1]) or tuple(shapes[1][i] for i in axes) != shapes[0]:
         raise invalid(f"a leaf that fits {right} of shape {shapes[1]}", f"shape {shapes[0]}", left)
     return axes

@@ -23,7 +23,7 @@ MAX_ORDERS = 120
 """Most orders of the axes of a leaf that are tried."""
 
 CERTAIN = 0.999
-"""If the unchanged order of axes reaches this cosine, no other order is tried."""
+"""If the first order of axes reaches this cosine, no other order is tried."""
 
 ALIKE = 0.9
 """The minimum cosine at which two leaves are considered the same by values alone, or transposed."""
@@ -57,28 +57,47 @@ def _fitting(a: tuple[int, ...], b: tuple[int, ...], chosen: Axes) -> Iterator[A
             yield from _fitting(a, b, (*chosen, i))
 
 
-def axes(a: Entry, b: Entry) -> Axes | None:
+def axes(a: Entry, b: Entry, expected: Axes | None = None) -> Axes | None:
     """The order of b's axes in which it is most similar to a, or the first of `orders` if it is not `ALIKE` in any.
 
     Nothing is read if only one order is possible, or if the leaf is huge.
+
+    Args:
+      a, b: the leaves.
+      expected: the order to try before the others, if it gives a's shape.
     """
-    possible = orders(a.shape, b.shape)
+    possible = _by_priority(a, b, expected)
     if len(possible) == 1 or a.size > MAX_SIZE:
         return possible[0]
-    best = align(a, b)
+    best = align(a, b, expected)
     return best.axes if best.cosine >= ALIKE else possible[0]
 
 
-def align(a: Entry, b: Entry) -> Alignment:
+def align(a: Entry, b: Entry, expected: Axes | None = None) -> Alignment:
     """The order of b's axes, among those that give a's shape, in which it is most similar to a."""
     left, right = a.whole(), b.whole()
     options: list[Alignment] = []
-    for order in orders(a.shape, b.shape):
+    for order in _by_priority(a, b, expected):
         options.append(Alignment(order, cosine(left, right if order is None else right.transpose(order))))
-        if order is None and options[0].cosine >= CERTAIN:
+        if options[0].cosine >= CERTAIN:
             break
     # The first of several best ones.
     return max(options, key=lambda option: option.cosine)
+
+
+def _by_priority(a: Entry, b: Entry, expected: Axes | None) -> tuple[Axes | None, ...]:
+    """The `orders` of b's axes, the expected one first."""
+    possible = orders(a.shape, b.shape)
+    first = None if expected == tuple(range(len(b.shape))) else expected
+    return tuple(dict.fromkeys([first, *possible])) if expected is not None and first in possible else possible
+
+
+def are_alike(a: Entry, b: Entry, order: Axes | None) -> bool:
+    """Whether two leaves are `ALIKE` in this order of b's axes; huge leaves are not read, and are."""
+    if a.size > MAX_SIZE:
+        return True
+    right = b.whole()
+    return cosine(a.whole(), right if order is None else right.transpose(order)) >= ALIKE
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

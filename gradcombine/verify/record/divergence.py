@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,15 @@ from gradcombine.verify.record.trace import STAGES
 
 CAUSES = {
     "inputs": "the inputs: the data, its order, or the parameters before the step",
-    "gradients": "the gradients: the model, its loss, or its kernels, from the same inputs",
-    "combined": "the combine: weights, order or precision, from the same gradients",
-    "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
-    "params": "the application of the updates, from the same updates",
+    "gradients": "the gradients: the model, its loss, or its kernels",
+    "combined": "the combine: weights, order or precision",
+    "updates": "the optimizer: its settings, its state or its schedule",
+    "params": "the application of the updates",
 }
 """Causes of a divergence, by the first stage that differs."""
 
+GIVEN = {"inputs": "inputs", "gradients": "gradients", "combined": "combined gradient", "updates": "updates"}
+"""Names of the stages from which the next one is computed."""
 
 UNKNOWN = "something unknown: only one of the runs has recorded it"
 """Cause for a stage or a step that could not be compared."""
@@ -35,7 +37,7 @@ class Divergence(NamedTuple):
       step: the first step that differs.
       stage: its first stage that differs; None if one run lacks the entire step.
       row: its worst leaf; None if all leaves that both runs have pass.
-      introduced_by: the part of the step between this stage and the last one that passes.
+      introduced_by: the parts of the step between this stage and the last one that passes.
       unrecorded: stages before this one that a run did not record, and which may therefore be the cause.
       unmatched: leaves of this stage that only one run has.
       left_out: leaves of this stage that could not be compared, and why.
@@ -56,6 +58,8 @@ class Divergence(NamedTuple):
         if self.row is not None:
             leaf = self.row.difference
             text += f"; worst leaf {leaf.name}, {leaf.distance}, {leaf.relative:.1e} relative"
+            if not leaf.same_dtype:
+                text += f", {leaf.dtypes[0]} against {leaf.dtypes[1]}"
             if self.row.transposed:
                 order = self.row.pair.axes or tuple(range(len(leaf.shape)))
                 text += f", compared with its axes in the order {order}, for which there is no rule"
@@ -148,9 +152,16 @@ def _in_step(step: int, a: Dump, b: Dump, allowed: Mapping[str, Allowed], rules:
         if failed or not report.passes:
             unmatched = (*report.only_a, *report.only_b)
             missing = tuple(unrecorded), unmatched, report.left_out, report.mixed_up
-            yield Divergence(step, stage, next(iter(failed), None), CAUSES[stage], *missing)
+            yield Divergence(step, stage, next(iter(failed), None), _causes(stage, unrecorded), *missing)
             return
         unrecorded = []
+
+
+def _causes(stage: str, unrecorded: Sequence[str]) -> str:
+    """The causes of a divergence in a stage, or in those before it that were not recorded."""
+    first = STAGES.index(stage) - len(unrecorded)
+    given = f", from the same {GIVEN[STAGES[first - 1]]}" if first else ""
+    return ", or by ".join(CAUSES[x] for x in (*unrecorded, stage)) + given
 
 
 def _require_stages(directory: str | Path, dump: Dump) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import ml_dtypes
 import numpy as np
@@ -132,22 +132,31 @@ class Recording:
         def callback(number: Array, *values: Array) -> None:
             try:
                 self._require_step(np.asarray(number))
-                write(int(number), [np.asarray(x) for x in values])
+                rest = iter(values)
+                write(int(number), [np.asarray(next(rest)) if x is None else x for x in known])
             except GradCombineError as error:
                 self._errors.append(error)
 
         backend = resolve([*arrays, step])
-        number, *values = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
-        if number is not None and all(x is not None for x in values):
-            write(int(number), [np.asarray(x) for x in values])
+
+        def concrete(x: Array) -> np.ndarray | None:
+            """A copy, in the dtype of a NumPy array, which JAX may not have; None for a traced value."""
+            is_numpy = isinstance(cast("object", x), np.ndarray)
+            value = x if is_numpy else backend.concrete(backend.asarray(x))
+            return None if value is None else np.array(value)
+
+        number, *known = map(concrete, (step, *arrays))
+        traced = [x for x, value in zip(arrays, known, strict=True) if value is None]
+        if number is not None and not traced:
+            write(int(number), [x for x in known if x is not None])
         elif backend.name == "jax":
             from jax.experimental import io_callback
 
-            io_callback(callback, None, step, *arrays)
+            io_callback(callback, None, step, *traced)
         else:
             import tensorflow as tf
 
-            tf.numpy_function(callback, [step, *arrays], [])  # pyright: ignore[reportUnknownMemberType]
+            tf.numpy_function(callback, [step, *traced], [])  # pyright: ignore[reportUnknownMemberType]
 
 
 class Recorder(Recording):
@@ -213,7 +222,9 @@ class Recorder(Recording):
                     new[name] = array
                 elif not equal_bits(array, recorded[name]):
                     where = f"{name} of step {step}"
-                    self._errors.append(invalid("the same values on all replicas", "different values", where))
+                    self._errors.append(
+                        invalid("the same values in all calls and on all replicas", "different values", where)
+                    )
             if new or not path.exists():
                 draft = path.with_name(f".{path.name}.draft")
                 with open(draft, "wb") as file:

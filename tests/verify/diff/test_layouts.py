@@ -230,3 +230,20 @@ def test_square_kernels_alone_follow_each_other(wrong: tuple[str, ...]) -> None:
     weights = {f"{x}.weight": y if x in wrong else y.T for x, y in kernels.items()}
     report = diff(dump(weights), dump({f"{x}/kernel": y for x, y in kernels.items()}))
     assert [row.pair.a for row in report.rows if not row.passes] == [f"{x}.weight" for x in wrong]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_height_and_width_that_are_swapped_fail(alone: bool) -> None:
+    """As ``weight.T`` swaps them. The other kernels follow their names, or there are no others."""
+    conv, dense = RNG.normal(size=(6, 4, 3, 3)), RNG.normal(size=(5, 6))
+    b = {"c/kernel": conv.T} if alone else {"c/kernel": conv.T, "d/kernel": dense.T}
+    report = diff(dump({"c.weight": conv} if alone else {"c.weight": conv, "d.weight": dense}), dump(b))
+    assert [row.pair.a for row in report.rows if not row.passes] == ["c.weight"]
+
+
+@pytest.mark.parametrize("square", [np.zeros((4, 4)), np.eye(4)], ids=["zeros", "identity"])
+def test_a_symmetric_kernel_is_not_transposed(square: np.ndarray) -> None:
+    dense = RNG.normal(size=(3, 4))
+    a, b = {"c.weight": square, "d.weight": dense}, {"c/kernel": square, "d/kernel": dense.T}
+    report = diff(dump(a), dump(b))
+    assert report.passes and not any(row.transposed for row in report.rows)

@@ -39,7 +39,7 @@ MATCHED: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
     "names of flax and PyTorch": (
         {"params/Dense_0/kernel": KERNELS[0], "params/Dense_1/kernel": KERNELS[1]},
         {"model.dense.0.weight": KERNELS[2], "model.dense.1.weight": KERNELS[2]},
-        None,
+        (1, 0),  # as these names imply, since no order is similar
         "similar name",
     ),
     "a word that one dump lacks": (  # like the model name that Keras adds in each window of a trace
@@ -243,3 +243,31 @@ def test_leaves_without_a_counterpart_are_read_a_few_times(size: int) -> None:
     report = diff(a, b)
     assert len(report.only_a) + len(report.rows) == count
     assert sum(reads.values()) <= 40 * count
+
+
+NUMBERED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "activations are numbered in nn.Sequential": (("0", "2", "4"), ("Dense_0", "Dense_1", "Dense_2")),
+    "from 1 and from 0": (("fc1", "fc2", "fc3"), ("Dense_0", "Dense_1", "Dense_2")),
+    "the first without a number": (("fc1", "fc2", "fc3"), ("dense", "dense_1", "dense_2")),
+    "layers of one word": (("layers.1", "layers.2", "layers.3"), ("layers/0", "layers/1", "layers/2")),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_layers_that_are_numbered_otherwise_are_matched_by_values(name: str) -> None:
+    left, right = NUMBERED[name]
+    a = {f"{x}.weight": kernel for x, kernel in zip(left, KERNELS, strict=True)}
+    b = {f"{x}/kernel": kernel.T * np.float32(1.0001) for x, kernel in zip(right, KERNELS, strict=True)}
+    assert [pair[:3] for pair in pairs(a, b)] == [(x, y, (1, 0)) for x, y in zip(a, b, strict=True)]
+
+
+def test_layers_of_the_same_numbers_are_matched_by_them() -> None:
+    """So that swapped layers are found."""
+    a = {f"fc{i}.weight": kernel for i, kernel in enumerate(KERNELS)}
+    b = {f"Dense_{i}/kernel": KERNELS[j].T for i, j in enumerate((1, 0, 2))}
+    assert [pair[:2] for pair in pairs(a, b)] == [*zip(a, b, strict=True)]
+
+
+def test_unlike_layers_that_are_numbered_otherwise_are_matched_by_their_numbers() -> None:
+    a, b = ({f"{word}{i + first}/kernel": KERNELS[i] for i in range(2)} for word, first in (("fc", 1), ("dense", 0)))
+    assert pairs(a, {name: -x for name, x in b.items()}) == [("fc1/kernel", "dense1/kernel", None, "similar name")]
