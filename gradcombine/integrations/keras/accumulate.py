@@ -171,7 +171,8 @@ class Accumulate(Wrapper):
             window = BackendWindow(rules, parts, inner, variables, description)
         if self._scaled_outside and window.replicas > 1:
             expected = "Accumulate(LossScaleOptimizer(...)), which checks the gradients of all replicas"
-            raise invalid(expected, "LossScaleOptimizer(Accumulate(...)), which checks those of the first replica only")
+            received = "LossScaleOptimizer(Accumulate(...)), which checks those of the first replica only"
+            raise invalid(expected, f"{received} (compile adds one under the policy mixed_float16)")
         for variable in window.variables:
             self._track_variable(variable)
         self._window = window

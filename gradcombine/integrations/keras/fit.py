@@ -101,7 +101,8 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     and the next epoch begins a new one.
 
     The partial window is applied before the epoch's validation, and before ``on_epoch_end`` of the callbacks that
-    follow this one in the list: list it first, before a ModelCheckpoint for instance.
+    follow this one in the list. List it first: a ModelCheckpoint before it saves the weights without this update, and
+    after a SwapEMAWeights the update is applied to the averaged weights, which makes both sets of weights wrong.
 
     Raises:
       GradCombineError: for a model whose optimizer is not an `Accumulate`; for models without `WeightedTrainStep`, as
