@@ -104,9 +104,10 @@ def check_step(
         result that has no floats, or another structure, shape or kind of numbers than for one batch or than ``params``.
 
     A result may differ by 16 times the measured noise plus the rounding bound of a sum over the examples, and two
-    results by twice that. For steps with a dtype narrower than float32 this bound hides much, so their divisions are
-    also compared in float64, within the bound for float32, if they run in float64. Comparisons that were impossible are
-    listed in the report, whose `verdict` is then `Verdict.CANNOT_TELL`, which does not pass.
+    results by twice that. For steps with a dtype narrower than float32, and for changes of parameters within the
+    rounding of the stored parameters, this bound hides much, so their divisions are also compared in float64, within
+    the bound for float32, if they run in float64. Comparisons that were impossible are listed in the report, whose
+    `verdict` is then `Verdict.CANNOT_TELL`, which does not pass.
 
     >>> import numpy as np
     >>> from gradcombine.verify import check_step

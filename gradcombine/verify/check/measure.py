@@ -213,7 +213,7 @@ class Measured:
         return over(allowed, float(np.linalg.norm(flat(floats))))
 
     def distance(self, split: Split, batch: Tree, result: Result, reverse: bool = False) -> float:
-        """Returns a division's distance from one batch over the bound, in float64 for narrow dtypes.
+        """Returns a division's distance from one batch over the bound, also in float64 if `in_both`.
 
         It is infinite if integers differ. Sets `is_coarse` if a narrow step does not run in float64.
 
@@ -232,7 +232,7 @@ class Measured:
         except NotWide:
             wide_one = wide = None
         if wide_one is None or wide is None:
-            self.is_coarse, self.in_both = self.is_narrow, self.is_narrow
+            self.is_coarse = self.in_both = self.is_narrow
             return far
         if self.is_narrow and not reordered and self._rounds_more(result, wide.floats):
             return float("inf")

@@ -263,7 +263,7 @@ def match(
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading)):
-        pair(left, right, "values", _axes(a, b, left, right) if a[left].size <= similarity.MAX_SIZE else axes)
+        pair(left, right, "values", axes if _expected(a, b, left, right) is None else _axes(a, b, left, right))
     for key in keys:
         by(key, "similar name")
     rest_a, rest_b = rest_a | unread[0], rest_b | unread[1]
@@ -347,10 +347,13 @@ def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axe
 
 def _axes(a: Dump, b: Dump, left: str, right: str) -> Axes | None:
     """The order of the second leaf's axes in which it is most similar; the conventional one of several equal ones."""
+    return similarity.axes(a[left], b[right], _expected(a, b, left, right))
+
+
+def _expected(a: Dump, b: Dump, left: str, right: str) -> Axes | None:
     shapes = a[left].shape, b[right].shape
     fits = len(shapes[0]) == len(shapes[1]) > 1
-    expected = conventional_axes(Pair(left, right, None, "name"), *shapes) if fits else None
-    return similarity.axes(a[left], b[right], expected)
+    return conventional_axes(Pair(left, right, None, "name"), *shapes) if fits else None
 
 
 def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:

@@ -140,16 +140,18 @@ class Recording:
         backend = resolve([*arrays, step])
 
         def concrete(x: Array) -> np.ndarray | None:
-            """A copy, in the dtype of a NumPy array, which JAX may not have; None for a traced value."""
+            """The value, in the dtype of a NumPy array, which JAX may not have; None if it is traced."""
             is_numpy = isinstance(cast("object", x), np.ndarray)
             value = x if is_numpy else backend.concrete(backend.asarray(x))
-            return None if value is None else np.array(value)
+            return None if value is None else np.asarray(value)
 
         number, *known = map(concrete, (step, *arrays))
         traced = [x for x, value in zip(arrays, known, strict=True) if value is None]
         if number is not None and not traced:
             write(int(number), [x for x in known if x is not None])
-        elif backend.name == "jax":
+            return
+        known = [None if x is None else x.copy() for x in known]  # which may change until the callback
+        if backend.name == "jax":
             from jax.experimental import io_callback
 
             io_callback(callback, None, step, *traced)

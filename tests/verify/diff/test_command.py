@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from gradcombine.verify import terminal
 from gradcombine.verify.command import app
 
 
@@ -79,6 +80,17 @@ def test_a_page_stands_alone(dumps: tuple[Path, Path], tmp_path: Path) -> None:
     assert text.count("data:image/svg+xml;base64,") == 2
     assert "[1, 2] 6.0 | 1.0" in text
     assert "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_files_are_written_before_a_closed_pipe_ends_the_report(
+    dumps: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*arguments: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(terminal, "show", closed)
+    run(*dumps, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
+    assert json.loads((tmp_path / "out.json").read_text()) and (tmp_path / "out.html").exists()
 
 
 @pytest.fixture

@@ -240,6 +240,10 @@ DIVERGENT: dict[str, tuple[dict[int, Any], dict[int, Any], int, str | None, str]
         "updates", "by the gradients: .*, or by the combine: .*, or by the optimizer: .*, from the same inputs; .*"
         "not recorded before it: gradients, combined$",
     ),
+    "another dtype": (
+        {0: {"gradients": {"n": np.int32(1)}}}, {0: {"gradients": {"n": np.int64(1)}}}, 0,
+        "gradients", "up to 0 ulp, 0.0e\\+00 relative, int.. against int..; not recorded before it: inputs$",
+    ),
     "no common measure": (
         {0: {"gradients": {"n": np.int32(1), "w": X}}}, {0: {"gradients": {"n": np.float32(1), "w": X}}}, 0,
         "gradients", r"not compared: gradients/n \w+ against \w+: no common measure",
