@@ -58,8 +58,10 @@ app.command("check")(check_command)
 
 @app.command("diff")
 def diff_command(
-    a: Annotated[str, typer.Argument(help="A dump, or a directory with one dump per step.")],
-    b: Annotated[str, typer.Argument(help="The dump or directory to compare with, in any supported format.")],
+    dumps: Annotated[
+        tuple[str, str],
+        typer.Argument(help="Dumps A and B in any supported formats, or two directories with one dump per step."),
+    ],
     max_ulp: Annotated[
         int | None, typer.Option(help="Pass leaves that differ by at most this many ulp.", min=0)
     ] = None,
@@ -67,6 +69,13 @@ def diff_command(
         float | None,
         typer.Option(
             help="Pass leaves whose largest difference, relative to their largest element, is at most this.", min=0
+        ),
+    ] = None,
+    atol: Annotated[
+        float | None,
+        typer.Option(
+            help="Pass leaves whose largest difference is at most this: gradients that are 0 in exact arithmetic.",
+            min=0,
         ),
     ] = None,
     rules: Annotated[Path | None, typer.Option(help="A TOML file that maps leaves of A to leaves of B.")] = None,
@@ -100,25 +109,25 @@ def diff_command(
 
     Example: `gradcombine diff tensorflow.npz jax.safetensors --max-ulp 4`
     """
-    files, paths = Files(json, html), (a, b)
+    (a, b), files = dumps, Files(json, html)
     with errors("diff"):
         files.require("diff")
-        if reference is not None and (max_ulp, rtol) != (None, None):
-            raise invalid("--reference, or --max-ulp and --rtol", "both")
+        allowed, mapping = Allowed(max_ulp, rtol, atol), read_rules(rules) if rules else Rules()
+        if reference is not None and allowed != Allowed():
+            raise invalid("--reference, or --max-ulp, --rtol and --atol", "both")
         if reference is None and roundings is not None:
             raise invalid("--roundings with a --reference", "none")
-        allowed, mapping = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
-        if any(map(is_log, paths)):
+        if any(map(is_log, dumps)):
             if reference is not None or allowed != Allowed():
-                expected = "no --max-ulp, --rtol or --reference with logs of digests, which are equal or not"
+                expected = "no --max-ulp, --rtol, --atol or --reference with logs of digests, which are equal or not"
                 raise invalid(expected, "one")
             logs = flight_diff.diff_logs(read_log(a), read_log(b), mapping)
             result = flight_diff.verdict(logs), logs.passes, flight_diff.sections(logs), flight_diff.as_json(logs)
         else:
-            if gradients is None and any(says_gradients(Path(path).name) for path in paths):
+            if gradients is None and any(says_gradients(Path(path).name) for path in dumps):
                 gradients = True
             with progress("opening") as step:
-                if all(map(is_steps, paths)):
+                if all(map(is_steps, dumps)):
                     compare = partial(diff_steps, a, b, reference=reference)
                 else:
                     exact = None if reference is None else open_dump(reference)

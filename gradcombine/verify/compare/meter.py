@@ -44,8 +44,9 @@ class LeafDifference(NamedTuple):
       median_ulp: the (lower) median distance; from 1024 on, rounded down to a power of two.
       ulp_counts: the number of elements that are 0, in [1, 2), [2, 4), [4, 8) ... ulp apart; last, the number of
         elements that are NaN, or overflow in the narrower dtype, on one side only.
-      relative: the largest absolute difference over finite elements, relative to the largest magnitude in the second
-        leaf. Exact for integers.
+      absolute: the largest absolute difference over finite elements. Exact for integers.
+      largest: the largest magnitude of a finite element in the second leaf.
+      relative: ``absolute / largest``.
       cosine: the cosine of the angle between the sides as vectors; NaN if only one is zero, 1 if both are.
       nans, infs: the number of NaN and of infinite elements on each side.
       same_specials: whether NaN and infinities, which ``relative`` ignores, are at the same positions, and infinities
@@ -61,6 +62,8 @@ class LeafDifference(NamedTuple):
     max_ulp: int
     median_ulp: int
     ulp_counts: tuple[int, ...]
+    absolute: float
+    largest: float
     relative: float
     cosine: float
     nans: tuple[int, int]
@@ -164,6 +167,7 @@ class Meter:
         norms = np.sqrt(self._squares)
         both_zero = not norms.any()
         cosine = 1.0 if both_zero else float(self._dot / (norms[0] * norms[1])) if norms.all() else math.nan
+        absolute = max(self._max_ulp, 0) if self._kind == "integer" else self._apart
         used = int(np.flatnonzero(self._long[:-1]).max(initial=0)) + 1
         return LeafDifference(
             self._name,
@@ -173,7 +177,9 @@ class Meter:
             max(self._max_ulp, 0),
             self._median(),
             (*map(int, self._long[:used]), int(self._long[-1])),
-            self._relative(),
+            absolute,
+            self._largest,
+            self._relative(absolute),
             float(np.clip(cosine, -1, 1)),
             (int(self._nans[0]), int(self._nans[1])),
             (int(self._infs[0]), int(self._infs[1])),
@@ -232,12 +238,11 @@ class Meter:
         self._dot += float(np.vdot(x, y).real)
         self._squares += np.array([np.vdot(x, x).real, square])
 
-    def _relative(self) -> float:
+    def _relative(self, absolute: float) -> float:
         # The quotient of two Python integers is correctly rounded.
-        apart = max(self._max_ulp, 0) if self._kind == "integer" else self._apart
         if not math.isfinite(self._largest):  # the absolute value of a complex number may overflow
-            return math.inf if apart else 0.0
-        return apart / self._largest if self._largest else (math.inf if apart else 0.0)
+            return math.inf if absolute else 0.0
+        return absolute / self._largest if self._largest else (math.inf if absolute else 0.0)
 
     def _element(self, left: np.ndarray, right: np.ndarray, i: int) -> Element:
         return Element(self._seen + i, left[i].item(), right[i].item())

@@ -35,16 +35,20 @@ class Allowed(NamedTuple):
     Attributes:
       ulp: the largest distance, in units in the last place.
       relative: the largest difference, relative to the largest magnitude in the second leaf.
+      absolute: the largest difference in the unit of the leaf, for gradients that are 0 in exact arithmetic, such as
+        that of a bias before a normalization.
     """
 
     ulp: int | None = None
     relative: float | None = None
+    absolute: float | None = None
 
     def passes(self, difference: LeafDifference) -> bool:
         """Whether a leaf is within at least one limit."""
-        if self.ulp is None and self.relative is None:
+        if self == EQUAL_BITS:
             return difference.equal_bits and difference.same_dtype
-        close = self.relative is not None and difference.relative <= self.relative and difference.same_specials
+        limits = (difference.relative, self.relative), (difference.absolute, self.absolute)
+        close = any(limit is not None and found <= limit for found, limit in limits) and difference.same_specials
         return close or (self.ulp is not None and difference.max_ulp <= self.ulp)
 
 
@@ -54,11 +58,12 @@ EQUAL_BITS = Allowed()
 def require_allowed(allowed: object) -> None:
     """Raises for anything but an `Allowed` with valid limits."""
     if not isinstance(allowed, Allowed):
-        raise invalid("Allowed(ulp, relative)", shown(allowed))
+        raise invalid("Allowed(ulp, relative, absolute)", shown(allowed))
     if allowed.ulp is not None:
         require_integer("an ulp of 0 or more", allowed.ulp, 0, 2**64)
-    if allowed.relative is not None and allowed.relative != math.inf:
-        require_number("a relative difference of 0 or more", allowed.relative, 0)
+    for kind, limit in (("a relative", allowed.relative), ("an absolute", allowed.absolute)):
+        if limit is not None and limit != math.inf:
+            require_number(f"{kind} difference of 0 or more", limit, 0)
 
 
 class Row(NamedTuple):

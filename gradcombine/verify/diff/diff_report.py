@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy as np
 from gradcombine.reporting.sections import Cells, HeatMap, Histogram, Section
 from gradcombine.verify.compare.meter import Element, LeafDifference
 from gradcombine.verify.compare.reference import LIMIT, Judgement
-from gradcombine.verify.compare.ulp import NAN_DISTANCE
+from gradcombine.verify.compare.ulp import NAN_DISTANCE, kind_of, rounding_unit
 from gradcombine.verify.diff.by_step import RunReport
 from gradcombine.verify.diff.comparing import DiffReport, Row
+from gradcombine.verify.diff.recurrent import says_gradients
 
 COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN", "inf", "worst")
 _STEP_COLUMNS = ("step", "leaves that differ", "not compared", "largest", "worst leaf")
@@ -24,6 +26,9 @@ PLOTTED = 8
 MAPPED = 60
 """Maximum number of leaves in a heat map."""
 
+NEAR_ZERO = 16
+"""Roundings of the largest element, up to which a leaf may be 0 in exact arithmetic."""
+
 _TICKS = {0: "equal", 1: "1 ulp", 8: "2^7", 16: "2^15", 24: "2^23", 33: "2^32 or NaN"}
 
 
@@ -31,7 +36,7 @@ def verdict(report: DiffReport | RunReport) -> str:
     """The result in a sentence."""
     if isinstance(report, RunReport):
         if report.passes:
-            return f"All {len(report.steps)} steps pass."
+            return "The only step passes." if len(report.steps) == 1 else f"All {len(report.steps)} steps pass."
         if report.first is not None:
             return f"The first step that differs is {report.first}: {verdict(report.steps[report.first])}"
         return "The runs could not be compared completely."
@@ -145,6 +150,13 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             rows=[Cells(each, False) for each in report.mixed_up],
         ),
         Section(
+            "Leaves that differ, but are as small as the rounding error of the largest leaf",
+            "Such are gradients that are 0 in exact arithmetic, as of the bias of attention's keys or a bias before a "
+            "normalization; but a small gradient may also be wrong. A float64 --reference decides; --atol passes them.",
+            columns=("leaf", "largest difference", "largest magnitude", "of all leaves"),
+            rows=[Cells(cells, False) for cells in _near_zero(report.rows)],
+        ),
+        Section(
             "Leaves that differ",
             "Worst first. Distances in units in the last place (ulp); relative to the leaf's largest element.",
             [_histogram(row) for row in plotted],
@@ -153,6 +165,21 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         ),
         Section("Leaves with equal bits", columns=COLUMNS, rows=[_cells(row) for row in equal], folded=True),
     ]
+
+
+def _near_zero(rows: Iterable[Row]) -> Iterator[tuple[str, ...]]:
+    """The leaves that fail, though all their elements are at most `NEAR_ZERO` roundings of their stage's largest."""
+    stages: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        stage = row.pair.a.split("/")[0]
+        if all(kind_of(np.dtype(dtype)) != "integer" for dtype in row.difference.dtypes):
+            stages[stage if says_gradients(stage) else ""].append(row)
+    for stage in stages.values():
+        scale = max(row.difference.largest for row in stage)
+        for leaf in (row.difference for row in stage if not row.passes and row.difference.same_specials):
+            limit = NEAR_ZERO * max(rounding_unit(np.dtype(dtype)) for dtype in leaf.dtypes) * scale
+            if 0 < leaf.absolute <= limit and leaf.largest <= limit:
+                yield leaf.name, *(f"{x:.1e}" for x in (leaf.absolute, leaf.largest, scale))
 
 
 def _of_runs(report: RunReport) -> list[Section]:

@@ -52,7 +52,7 @@ def test_a_difference_fails_and_is_shown(dumps: tuple[Path, Path]) -> None:
         assert text in output
 
 
-@pytest.mark.parametrize(("option", "value"), [("--max-ulp", 1), ("--rtol", 1e-6)])
+@pytest.mark.parametrize(("option", "value"), [("--max-ulp", 1), ("--rtol", 1e-6), ("--atol", 1e-6)])
 def test_an_allowance_passes(dumps: tuple[Path, Path], option: str, value: float) -> None:
     assert run(*dumps, option, value)[0] == 0
     assert run(*dumps, option, 0)[0] == 1
@@ -62,6 +62,25 @@ def test_nan_is_no_small_relative_difference(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.float32([1, np.nan]))
     np.savez(tmp_path / "b.npz", x=np.float32([1, 2]))
     assert run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1)[0] == 1
+
+
+def test_gradients_that_are_zero_in_exact_arithmetic_pass_within_atol(tmp_path: Path) -> None:
+    """As of a bias before a normalization, where each side has its own rounding errors."""
+    kernel, step = np.linspace(-1, 1, 8, dtype=np.float32), np.int64(10**9)
+    for name, bias in (("a", [3e-8, -1e-8]), ("b", [-2e-8, 4e-8])):
+        np.savez(tmp_path / f"{name}.npz", kernel=kernel, bias=np.float32(bias), step=step)
+    paths = tmp_path / "a.npz", tmp_path / "b.npz"
+    code, output = run(*paths, "--rtol", 1e-4)
+    assert code == 1 and "as small as the rounding error of the largest leaf" in output
+    assert run(*paths, "--rtol", 1e-4, "--atol", 1e-7)[0] == 0
+    assert run(*paths, "--rtol", 1e-4, "--atol", 1e-8)[0] == 1
+
+
+def test_a_gradient_above_rounding_is_not_called_small(tmp_path: Path) -> None:
+    for name, bias in (("a", 1e-5), ("b", 2e-5)):
+        np.savez(tmp_path / f"{name}.npz", kernel=np.ones(8, np.float32), bias=np.float32([bias]), step=np.int64(10**9))
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1e-4)
+    assert code == 1 and "rounding error of the largest" not in output
 
 
 def test_json_holds_every_leaf(dumps: tuple[Path, Path], tmp_path: Path) -> None:

@@ -210,9 +210,10 @@ def test_an_allowance_by_stage(tmp_path: Path) -> None:
     ("options", "expected"),
     [
         ({"allowed": {"gradient": Allowed(ulp=4)}}, "stages of inputs, gradients, combined, updates, params, received"),
-        ({"allowed": {"gradients": 4}}, r"Allowed\(ulp, relative\), received 4"),
+        ({"allowed": {"gradients": 4}}, r"Allowed\(ulp, relative, absolute\), received 4"),
         ({"allowed": Allowed(ulp=-1)}, "an ulp of 0 or more, received -1"),
         ({"allowed": Allowed(relative=np.nan)}, "a relative difference of 0 or more, received nan"),
+        ({"allowed": Allowed(absolute=-1)}, "an absolute difference of 0 or more, received -1"),
         ({"rules": "rules.toml"}, "rules, as read_rules returns them, received 'rules.toml'"),
     ],
 )
