@@ -256,12 +256,19 @@ def checked(
             cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
             add(name, cause, detail)
     not_asked = () if pad is not None else ("padding, which needs the argument pad",)
-    if not faults and subject.returns_params and subject.framework != "torch":  # whose optimizers' states are not seen
-        faults = _faults_elsewhere(standard, subject.after_one_batch(), "in the second step", unit, splits, terms)
-    elif not faults:
-        later = subject.perturbed(perturbation(0, 0.5, 0.5))
-        with suppress(GradCombineError):  # the step may not accept them, or a division may overflow
-            faults = _faults_elsewhere(standard, later, PERTURBED, unit, splits, terms)
+    if not faults:
+        # A PyTorch step's optimizer has a state that is not among its parameters.
+        second = subject.returns_params and subject.framework != "torch"
+        later = subject.after_one_batch() if second else subject.perturbed(perturbation(0, 0.5, 0.5))
+        where = SECOND_STEP if second else PERTURBED
+        elsewhere = None
+        try:
+            elsewhere = _faults_elsewhere(standard, later, where, unit, splits, terms)
+        except GradCombineError:  # a division may overflow at perturbed parameters
+            if second:
+                raise
+        faults = elsewhere or {}
+        not_asked += () if elsewhere is not None else (f"divisions {where}, where one batch raises or is not finite",)
     by_design = faults.keys() <= {*BY_DESIGN.values()}
     if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
         if cast("Any", make_step).takes_optimizer:
@@ -298,13 +305,14 @@ COARSE = 0.1
 its rounding."""
 
 
+SECOND_STEP = "in the second step"
 PERTURBED = "at perturbed parameters"
 
 
 def _faults_elsewhere(
     standard: Standard, later: Subject, where: str, unit: float | None, splits: Sequence[Split], terms: Terms | None
-) -> dict[Cause, Fault]:
-    """Returns the first fault at other parameters, by its cause; empty if there is none.
+) -> dict[Cause, Fault] | None:
+    """Returns the first fault at other parameters, by its cause; None if one batch raises there.
 
     The first step hides how often a moment that starts at 0 decays, or the moving average of parameters that starts
     equal to them. A gradient, or that of a term of the loss, may be 0 for all examples at the given parameters, as of
@@ -318,7 +326,7 @@ def _faults_elsewhere(
     try:
         one = later.run(ONE_BATCH, batch)
     except GradCombineError:  # the step does not accept them
-        return {}
+        return None
     for split in splits:
         name = f"{split} {where}"
         try:
@@ -383,6 +391,9 @@ def _reference(standard: Standard, reference: Any) -> tuple[list[np.ndarray] | N
             return None, ""
         return list(standard.wide.floats), "the same step in float64"
     value = reference(standard.subject.params, standard.subject.batch) if callable(reference) else reference
-    result = standard.subject.read(value)
+    try:
+        result = standard.subject.read(value)
+    except NotFiniteError as error:
+        raise invalid("a finite reference", error.received, error.path) from None
     result.require_form_of(standard.native)
     return list(result.floats), "the reference argument"

@@ -150,7 +150,8 @@ class StepReport(NamedTuple):
       runs: one batch and every division; empty if repeated calls on one batch return different results.
       reference: what accuracy is measured against; empty if it was not measured.
       not_checked: comparisons that were impossible, and why. They may hide a defect, so the report does not pass.
-      not_asked: optional checks that the call did not request.
+      not_asked: comparisons without which a report may pass: optional ones that the call did not request, and the step
+        at other parameters, if it raises there.
       allowed: faults that `allowing` accepted as intended.
     """
 
@@ -208,7 +209,7 @@ class StepReport(NamedTuple):
         lines += [f"  allowed: {fault}" for fault in self.allowed]
         lines += [f"  {run}" for run in self.runs]
         lines += [f"  not checked: {text}" for text in self.not_checked]
-        lines += [f"  not requested: {text}" for text in self.not_asked]
+        lines += [f"  not compared: {text}" for text in self.not_asked]
         return "\n".join(lines)
 
 

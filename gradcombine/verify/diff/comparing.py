@@ -22,6 +22,7 @@ from gradcombine.verify.diff.mapping import (
     Pair,
     Rules,
     conventional_axes,
+    last_word,
     match,
     require_rules,
     words_of,
@@ -119,8 +120,8 @@ class DiffReport(NamedTuple):
       only_a, only_b: leaves without a counterpart.
       elements: the number of compared elements.
       left_out: leaves that could not be compared, since they contain no numbers or have incompatible dtypes.
-      mixed_up: leaves of A that do not resemble their counterpart, each with the leaf of B that it does resemble, as if
-        names were swapped.
+      mixed_up: leaves of A that have no counterpart or do not resemble it, each with the leaf of B that it does
+        resemble, as if names were swapped.
       tied: leaves without a counterpart that have the bits of another leaf on the same side, each with that leaf.
     """
 
@@ -229,7 +230,7 @@ def diff(
             rows[i] = row._replace(passes=False)
     rows.sort(key=lambda row: (row.passes, *row.difference.badness))
     tied = (*_tied(a, only_a), *_tied(b, only_b))
-    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows), tied)
+    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows, only_a, only_b), tied)
 
 
 def _follow_names(rows: Sequence[Row]) -> bool:
@@ -253,7 +254,7 @@ def _swaps_spatial_axes(row: Row) -> bool:
 
 
 def _is_kernel(row: Row) -> bool:
-    return row.pair.a.removesuffix("/value").endswith("kernel")
+    return last_word(row.pair.a) == "kernel"
 
 
 def _is_ambiguous(row: Row) -> bool:
@@ -310,11 +311,14 @@ def _with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:
     return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in matched), tuple(rest))
 
 
-def _mixed_up(a: Dump, b: Dump, rows: list[Row]) -> tuple[tuple[str, str], ...]:
-    unlike = [row.pair for row in rows if not row.passes and not row.difference.cosine >= ALIKE]
-    left, right = {pair.a: a[pair.a] for pair in unlike}, {pair.b: b[pair.b] for pair in unlike}
-    counterpart = {pair.a: pair.b for pair in unlike}
-    return tuple((x, y) for x, y, _ in closest(left, right) if counterpart[x] != y and a[x].size > 1)
+def _mixed_up(
+    a: Dump, b: Dump, rows: list[Row], only_a: Sequence[str], only_b: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    """The leaves that do not resemble their counterpart, or have none, with those that they resemble."""
+    counterpart = {row.pair.a: row.pair.b for row in rows if not row.passes and not row.difference.cosine >= ALIKE}
+    left = {name: a[name] for name in (*counterpart, *only_a)}
+    right = {name: b[name] for name in (*counterpart.values(), *only_b)}
+    return tuple((x, y) for x, y, _ in closest(left, right) if counterpart.get(x) != y and a[x].size > 1)
 
 
 def _name(pair: Pair) -> str:

@@ -122,6 +122,17 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
         ),
         Section(
+            "Kernels that are compared as those of transposed convolutions",
+            "Equal with the spatial axes of B reversed, as between PyTorch and flax. Kernels of other convolutions are "
+            "not reversed.",
+            columns=("leaf", "axes of B", "reversed axes"),
+            rows=[
+                Cells((row.difference.name, _axes(row), ", ".join(map(str, row.pair.flipped))), row.passes)
+                for row in report.rows
+                if row.pair.flipped
+            ],
+        ),
+        Section(
             "Leaves with different shapes",
             "Compared with two adjacent axes merged, such as heads, or the multiplier of a depthwise convolution.",
             columns=("leaf", "shape in A", "shape in B"),
@@ -145,7 +156,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         ),
         Section(
             "Leaves that resemble another leaf",
-            "They do not resemble the leaf that their names pair them with, as if two leaves were swapped.",
+            "They do not resemble the leaf that their names pair them with, or have none, as if leaves were swapped.",
             columns=("leaf of A", "resembles leaf of B"),
             rows=[Cells(each, False) for each in report.mixed_up],
         ),

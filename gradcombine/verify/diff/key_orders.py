@@ -16,7 +16,7 @@ import numpy as np
 
 from gradcombine.formats import Entry, from_array
 from gradcombine.verify.diff.dumps import Dump
-from gradcombine.verify.diff.mapping import Pair, canonical, conventional
+from gradcombine.verify.diff.mapping import Pair, canonical, last_word, words_of
 from gradcombine.verify.diff.recurrent import gates
 from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, Axes, cosine
 
@@ -56,9 +56,9 @@ def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:
       The order of the second leaf's axes that gives the first leaf, and the second leaf's spatial axes; None if the
       names are not of these two frameworks.
     """
-    if not 3 <= axes <= 5 or not conventional(pair):
+    if not 3 <= axes <= 5 or words_of(pair) != {"kernel", "weight"}:
         return None
-    if "kernel" in pair.b:
+    if last_word(pair.b) == "kernel":
         return (axes - 2, axes - 1, *range(axes - 2)), tuple(range(axes - 2))
     return (*range(2, axes), 0, 1), tuple(range(2, axes))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from gradcombine.errors import invalid, operation, require_file, shown
 from gradcombine.verify.diff import similarity
-from gradcombine.verify.diff.dumps import Dump
+from gradcombine.verify.diff.dumps import Dump, Entry
 from gradcombine.verify.diff.similarity import Axes, closest
 from gradcombine.verify.foreign_calls import within_seconds
 
@@ -262,13 +262,23 @@ def match(
     by(keys[-1], "similar name", _numbered_otherwise(rest_a, rest_b, keys[-1]))
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
-    for left, right, axes in list(closest(rest_a, rest_b, reading)):
+    for left, right, axes in list(closest(rest_a, rest_b, reading, lambda x, y: _fit(a[x], b[y]))):
         pair(left, right, "values", axes if _expected(a, b, left, right) is None else _axes(a, b, left, right))
     for key in keys:
         by(key, "similar name")
     rest_a, rest_b = rest_a | unread[0], rest_b | unread[1]
     position = {name: i for i, name in enumerate(a)}
     return Matching(tuple(sorted(pairs, key=lambda each: position[each.a])), tuple(rest_a), tuple(rest_b))
+
+
+_ROLES = {"kernel": "scale", "scale": "scale", "bias": "bias", "mean": "mean", "var": "var"}
+"""Roles of vectors that values alone do not pair with another role, by the last word of a `canonical` name."""
+
+
+def _fit(a: Entry, b: Entry) -> bool:
+    """Whether the names of two leaves allow that they correspond: a scale is no bias, and a mean is no variance."""
+    roles = [_ROLES.get(next(iter(canonical(leaf.name)[-1:]), "")) for leaf in (a, b)]
+    return len(a.shape) != 1 or None in roles or roles[0] == roles[1]
 
 
 def canonical(name: str) -> tuple[str, ...]:
@@ -280,11 +290,16 @@ def canonical(name: str) -> tuple[str, ...]:
     >>> canonical("params/Dense_0/kernel") == canonical("model.layers.dense.0.weight")
     True
     """
-    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
+    return tuple(SYNONYMS.get(word, word) for word in _words(name) if word not in WRAPPERS)
+
+
+def _words(name: str) -> list[str]:
+    """The words and numbers of a name, without the number of a TensorFlow output (":0") or a "value" at its end."""
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r":\d+(?=\W*$)", "", name))
     words: list[str] = re.findall(r"[a-z]+|\d+", spaced.lower())
     while words and words[-1] in ("value", "values"):  # elsewhere it is the value projection of an attention
         words.pop()
-    return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
+    return words
 
 
 def _common_words(a: Dump, b: Dump) -> Callable[[str], Hashable]:
@@ -316,14 +331,21 @@ def _numbered_otherwise(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) 
     return {each for words, keys in found[0].items() if keys != found[1].get(words) for each in keys}
 
 
+def last_word(name: str) -> str:
+    """The last word of a name, which says what its leaf is; "kernel" for the "w" of Haiku and a layer's first variable.
+
+    >>> last_word("dense_1.weight"), last_word("params/['dense/kernel:0']"), last_word("layers/dense/vars/0")
+    ('weight', 'kernel', 'kernel')
+    """
+    words = _words(name) or [""]
+    if words[-2:] == ["vars", "0"]:  # in Keras' files
+        return "embeddings" if "embedding" in words else "kernel"
+    return "kernel" if words[-1] == "w" else words[-1]
+
+
 def words_of(pair: Pair) -> set[str]:
-    """The last word of each name."""
-    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)}
-
-
-def conventional(pair: Pair) -> bool:
-    """Whether the names imply different orders of axes: a PyTorch ``weight`` and a flax or Keras ``kernel``."""
-    return words_of(pair) == {"weight", "kernel"}
+    """The `last_word` of each name: two if one is a PyTorch ``weight`` and the other a flax or Keras ``kernel``."""
+    return {last_word(pair.a), last_word(pair.b)}
 
 
 def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axes | None:
@@ -333,10 +355,10 @@ def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axe
     (..., channels, 1) and (channels, 1, ...). None for other names, and if no convention gives the shape. Both shapes,
     ``a`` and ``b``, have at least two axes.
     """
-    spatial = len(a) - 2
-    if not conventional(pair):
-        orders = [tuple(range(len(a)))] if words_of(pair) in ({"kernel"}, {"weight"}) else []
-    elif "kernel" in pair.b:
+    spatial, words = len(a) - 2, words_of(pair)
+    if words != {"kernel", "weight"}:
+        orders = [tuple(range(len(a)))] if words in ({"kernel"}, {"weight"}) else []
+    elif last_word(pair.b) == "kernel":
         orders = [(spatial + 1, spatial, *range(spatial))]
         orders += [(spatial, spatial + 1, *range(spatial))] if a[1] == 1 else []
     else:

@@ -87,7 +87,8 @@ def gates(
     """Splits the cells that two dumps lay out differently into gates. Also returns the pairs of gates.
 
     Cells of the same shape are paired by the words of their names and their direction; if these do not distinguish
-    them, by the numbers in their names; if the words differ, by values. Gates are always paired by name.
+    them, or the words differ, by the numbers in their names; if the numbers differ, too, by values among the cells of
+    one direction. Gates are always paired by name.
 
     Args:
       a, b: the dumps.
@@ -232,7 +233,14 @@ def _paired(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell, s
                 same = [[cell for cell in cells if key(cell) == value] for cells in matched]
                 yield from ((x, y, "gates") for x, y in zip(*same, strict=True))
             rest = [[cell for cell in rest[i] if cell not in matched[i]] for i in (0, 1)]
-        yield from _by_values(*rest)
+        numbers = [list(map(_number, cells)) for cells in rest]
+        if numbers[0] == numbers[1] and len(set(numbers[0])) == len(numbers[0]):
+            yield from ((x, y, "gates") for x, y in zip(*rest, strict=True))
+        elif Counter(map(_is_reverse, rest[0])) == Counter(map(_is_reverse, rest[1])):
+            for reverse in (False, True):
+                yield from _by_values(*([cell for cell in cells if _is_reverse(cell) == reverse] for cells in rest))
+        else:
+            yield from _by_values(*rest)
 
 
 def _words_and_direction(cell: Cell) -> tuple[Hashable, ...]:

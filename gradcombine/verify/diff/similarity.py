@@ -126,7 +126,12 @@ _FAR = 0.5
 """Maximum squared distance between sketches. That of unit vectors with cosine `ALIKE` is about 0.2."""
 
 
-def closest(a: Dump, b: Dump, reading: Callable[[str], None] = lambda name: None) -> Iterator[Aligned]:
+def closest(
+    a: Dump,
+    b: Dump,
+    reading: Callable[[str], None] = lambda name: None,
+    fit: Callable[[str, str], bool] = lambda left, right: True,
+) -> Iterator[Aligned]:
     """Pairs the leaves of two dumps by value: equal leaves in the order of the dumps, then the most similar first.
 
     Equal leaves are found by a checksum that does not depend on the order of axes. The others are projected to `WIDTH`
@@ -136,6 +141,7 @@ def closest(a: Dump, b: Dump, reading: Callable[[str], None] = lambda name: None
     Args:
       a, b: dumps of unmatched leaves.
       reading: called with the name of each leaf before it is read.
+      fit: whether two leaves may be paired, by their names.
 
     References: Charikar, Chen, Farach-Colton, `Finding frequent items in data streams
     <https://doi.org/10.1016/S0304-3975(03)00400-6>`_, 2004.
@@ -146,29 +152,36 @@ def closest(a: Dump, b: Dump, reading: Callable[[str], None] = lambda name: None
             groups[tuple(sorted(leaf.shape))][side].append(name)
     for left, right in groups.values():
         if left and right:
-            equal = list(_equal(a, b, left, right, reading))
+            equal = list(_equal(a, b, left, right, reading, fit))
             yield from equal
             taken = {name for name, _, _ in equal}, {name for _, name, _ in equal}
-            yield from _alike(a, b, *([x for x in names if x not in taken[i]] for i, names in enumerate((left, right))))
+            rest = [[x for x in names if x not in taken[i]] for i, names in enumerate((left, right))]
+            yield from _alike(a, b, rest[0], rest[1], fit)
 
 
-def _equal(a: Dump, b: Dump, left: list[str], right: list[str], reading: Callable[[str], None]) -> Iterator[Aligned]:
+def _equal(
+    a: Dump,
+    b: Dump,
+    left: list[str],
+    right: list[str],
+    reading: Callable[[str], None],
+    fit: Callable[[str, str], bool],
+) -> Iterator[Aligned]:
     same: defaultdict[int, list[str]] = defaultdict(list)
     for name in right:
         reading(name)
         same[_checksum(b[name])].append(name)
-    for names in same.values():
-        names.reverse()
     for name in left:
         reading(name)
         others = same[_checksum(a[name])]
-        if others:
-            best = _aligned(a[name], b[others[-1]])
-            if best is not None and best.cosine >= CERTAIN:
-                yield name, others.pop(), best.axes
+        other = next((other for other in others if fit(name, other)), None)
+        best = None if other is None else _aligned(a[name], b[other])
+        if other is not None and best is not None and best.cosine >= CERTAIN:
+            others.remove(other)
+            yield name, other, best.axes
 
 
-def _alike(a: Dump, b: Dump, left: list[str], right: list[str]) -> Iterator[Aligned]:
+def _alike(a: Dump, b: Dump, left: list[str], right: list[str], fit: Callable[[str, str], bool]) -> Iterator[Aligned]:
     by_shape: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, name in enumerate(left):
         by_shape[a[name].shape].append(i)
@@ -188,7 +201,7 @@ def _alike(a: Dump, b: Dump, left: list[str], right: list[str]) -> Iterator[Alig
         pairs = sorted({pair for group in candidates for pair in _near(*group, *free)})
         found = False
         for _, _, i, j in pairs:
-            if free[0][i] and free[1][j]:
+            if free[0][i] and free[1][j] and fit(left[i], right[j]):
                 best = _aligned(a[left[i]], b[right[j]])
                 if best is not None and best.cosine >= ALIKE:
                     free[0][i] = free[1][j] = False

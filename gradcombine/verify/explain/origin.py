@@ -83,7 +83,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-@operation("explain")
+@operation("explain", renames=True)
 def explain(
     contributions: Sequence[Tree],
     result: Tree,

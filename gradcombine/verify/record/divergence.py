@@ -74,7 +74,7 @@ class Divergence(NamedTuple):
         return text
 
 
-@operation("first_divergence")
+@operation("first_divergence", renames=True)
 def first_divergence(
     a: str | Path,
     b: str | Path,

@@ -247,3 +247,85 @@ def test_a_symmetric_kernel_is_not_transposed(square: np.ndarray) -> None:
     a, b = {"c.weight": square, "d.weight": dense}, {"c/kernel": square, "d/kernel": dense.T}
     report = diff(dump(a), dump(b))
     assert report.passes and not any(row.transposed for row in report.rows)
+
+
+KERNEL_NAMES = [
+    "{}/kernel",
+    "['{}/kernel']",
+    '["{}/kernel:0"]',
+    "{}/kernel/value",
+    "layers/{}/vars/0",
+    "{}/w",
+    "net.{}.w",
+]
+
+
+@pytest.mark.parametrize("weight_first", [True, False])
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_kernels_of_all_spellings_follow_their_names(name: str, weight_first: bool) -> None:
+    """Paths of Keras' variables as keys, its files, and Haiku: square matrices, and convolutions' height and width."""
+    dense, square, conv = RNG.normal(size=(4, 6)), RNG.normal(size=(5, 5)), RNG.normal(size=(3, 3, 2, 5))
+    kernels = dict(zip((name.format(x) for x in ("dense", "square", "conv")), (dense, square, conv), strict=True))
+    right = {"dense.weight": dense.T, "square.weight": square.T, "conv.weight": conv.transpose(3, 2, 0, 1)}
+    for wrong in ({}, {"square.weight": square}, {"conv.weight": conv.T}):
+        sides = dump(right | wrong), dump(kernels)
+        report = diff(*(sides if weight_first else sides[::-1]))
+        assert len(report.rows) == 3
+        failed = {row.pair[not weight_first] for row in report.rows if not row.passes}
+        assert failed == wrong.keys() == {row.pair[not weight_first] for row in report.rows if row.transposed}
+
+
+def test_an_embedding_in_a_keras_file_is_not_transposed() -> None:
+    table, dense = RNG.normal(size=(6, 6)), RNG.normal(size=(6, 3))
+    a = {"embed.weight": table, "dense.weight": dense.T}
+    report = diff(dump(a), dump({"layers/embedding/vars/0": table, "layers/dense/vars/0": dense}))
+    assert report.passes and not any(row.transposed for row in report.rows)
+
+
+def both_directions(forward: str, backward: str, swapped: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An LSTM of PyTorch, and its gates as those of Keras (i f c o), in two directions."""
+    a: dict[str, Any] = {}
+    b: dict[str, Any] = {}
+    for suffix, name in (("", backward if swapped else forward), ("_reverse", forward if swapped else backward)):
+        w, u, bias = RNG.normal(size=(16, 3)), RNG.normal(size=(16, 4)), RNG.normal(size=(2, 16))
+        a |= {f"encoder.weight_ih_l0{suffix}": w, f"encoder.weight_hh_l0{suffix}": u}
+        a |= {f"encoder.bias_{part}h_l0{suffix}": x for part, x in zip("ih", bias, strict=True)}
+        b |= {f"{name}/kernel": w.T, f"{name}/recurrent_kernel": u.T, f"{name}/bias": bias.sum(0)}
+    return a, b
+
+
+@pytest.mark.parametrize("module", ["bi/", "bidirectional/", "encoder/", "bi0/", ""])
+def test_directions_that_are_swapped_fail(module: str) -> None:
+    """Also if the modules have different names, or numbers."""
+    names = f"{module}forward_lstm/lstm_cell", f"{module}backward_lstm/lstm_cell"
+    assert diff(*map(dump, both_directions(*names, swapped=False)), gradients=False).passes
+    assert not diff(*map(dump, both_directions(*names, swapped=True)), gradients=False).passes
+
+
+def test_layers_of_cells_with_equal_numbers_that_are_swapped_fail() -> None:
+    """Although the words of their names differ."""
+    a = {name.replace("l0", f"l{i}"): x * 2**i for i in range(2) for name, x in TORCH_CELL.items()}
+    for order in ((0, 1), (1, 0)):
+        layers = [(i, name, x * 2**j) for i, j in enumerate(order) for name, x in flax_cell().items()]
+        b = {name.replace("cell/", f"enc{i}/"): x for i, name, x in layers}
+        assert diff(dump(a), dump(b), gradients=False).passes is (order == (0, 1))
+
+
+def test_vectors_of_contradictory_roles_are_not_matched_by_values() -> None:
+    """A scale that became a bias, and a mean that became a variance, in a layer of another name."""
+    vectors = dict(zip(("weight", "bias", "running_mean", "running_var"), RNG.normal(size=(4, 5)), strict=True))
+    a = dump({f"bn.{name}": x for name, x in vectors.items()})
+    right = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
+    assert diff(a, dump({f"BatchNorm_0/{x}": vectors[y] for x, y in right.items()})).passes
+    wrong = {"scale": "bias", "bias": "weight", "mean": "running_var", "var": "running_mean"}
+    report = diff(a, dump({f"BatchNorm_0/{x}": vectors[y] for x, y in wrong.items()}))
+    assert not report.passes and ("bn.weight", "BatchNorm_0/bias") in report.mixed_up
+
+
+def test_a_kernel_that_is_compared_flipped_is_listed(tmp_path: Path) -> None:
+    """As it may also be that of a plain convolution, flipped by mistake."""
+    kernel = RNG.normal(size=(3, 3, 1, 1))
+    np.savez(tmp_path / "a.npz", **{"c.weight": kernel[::-1, ::-1].transpose(3, 2, 0, 1)})
+    np.savez(tmp_path / "b.npz", **{"c/kernel": kernel})
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert code == 0 and "compared as those of transposed convolutions" in output

@@ -189,3 +189,22 @@ def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(right: bo
     report = check_step(make_step, reference, BATCH)
     assert report.passes is right, report
     assert right or report.faults[0].run == "2 microbatches at perturbed parameters"
+
+
+@pytest.mark.parametrize(("returns", "where"), [("gradients", "at perturbed parameters"), ("params", "second step")])
+def test_a_step_that_raises_at_other_parameters_is_not_compared_there(returns: str, where: str) -> None:
+    """As where the logarithm of a parameter would be that of a negative number. The report says so."""
+    given = np.float32([1, 2, 3, 4])
+
+    def make_step(k: int) -> Step:
+        def step(p: Any, batch: Any) -> Any:
+            if np.abs(p / given - 1).max() > 0.2:
+                raise ValueError("parameters out of range")
+            sums = [np.einsum("nti,nt->i", x["x"], (x["x"] @ p - x["y"]) * x["real"]) for x in parts(batch, k)]
+            mean = np.sum(sums, axis=0, dtype=p.dtype) / batch["real"].sum()
+            return mean if returns == "gradients" else p - mean
+
+        return step
+
+    report = check_step(make_step, given, BATCH, returns=returns)
+    assert report.passes and any(where in text for text in report.not_asked), report

@@ -146,12 +146,14 @@ def test_metrics_of_another_shape_or_kind_are_refused(metric: Any, message: str)
         check_step(make_step, np.zeros(3, np.float32), small_batch())
 
 
-def test_a_gradient_of_another_shape_is_refused_and_one_number_per_example_is_not() -> None:
+def test_a_gradient_or_reference_of_another_shape_is_refused_and_one_number_per_example_is_not() -> None:
     batch, w = small_batch(), np.zeros(3, np.float32)
     with pytest.raises(GradCombineError, match=r"floats of shape \(3,\), as in one batch, received .* \(1, 3\)"):
         check_step(lambda k: lambda w, b: weighted(w, b, k)[None] if k > 1 else weighted(w, b, k), w, batch)
     with pytest.raises(GradCombineError, match=r"as in one batch, received floats of shape \(3, 1\)"):
         check_step(lambda k: lambda w, b: weighted(w, b, k), w, batch, reference=np.zeros((3, 1)))
+    with pytest.raises(GradCombineError, match="expected a finite reference, received NaN"):
+        check_step(lambda k: lambda w, b: weighted(w, b, k), w, batch, reference=np.full(3, np.nan))
     assert check_step(lambda k: lambda w, b: (weighted(w, b, k), b["x"] @ w - b["y"]), w, batch).passes
 
 

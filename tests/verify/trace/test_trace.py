@@ -214,12 +214,13 @@ def test_an_allowance_by_stage(tmp_path: Path) -> None:
         ({"allowed": Allowed(ulp=-1)}, "an ulp of 0 or more, received -1"),
         ({"allowed": Allowed(relative=np.nan)}, "a relative difference of 0 or more, received nan"),
         ({"allowed": Allowed(absolute=-1)}, "an absolute difference of 0 or more, received -1"),
+        ({"b": "missing"}, "a directory of dumps, received missing"),
         ({"rules": "rules.toml"}, "rules, as read_rules returns them, received 'rules.toml'"),
     ],
 )
 def test_settings_that_mean_nothing(options: Any, expected: str, tmp_path: Path) -> None:
     with pytest.raises(gc.GradCombineError, match=f"first_divergence: expected {expected}"):
-        first_divergence(write(tmp_path / "a"), tmp_path / "a", **options)
+        first_divergence(**{"a": write(tmp_path / "a"), "b": tmp_path / "a"} | options)
 
 
 A, B = {"w": X, "b": Y}, {"w": X}
