@@ -61,7 +61,8 @@ class AccumulateState(NamedTuple):
 
     Attributes:
       levels: a tuple of one partial state of the reduction; a `BinaryCounter` of several under order ``"tree"``.
-      step: int32 scalar, the number of contributions to this window so far, including those of weight 0.
+      step: int32 scalar, the number of contributions to this window so far, including those of weight 0. -1 if it has
+        contributions and `gradcombine.statefile.resize` rounded the number down to 0.
       index: int32 scalar, the index of this window, from 0.
     """
 

@@ -128,7 +128,7 @@ def accumulate(
             if known is None or known:
                 level = tree.select(backend, full, reduction.clear(level), level)
             levels = (reduction.update(level, grads, weight),)
-        return AccumulateState(levels, step + 1, index)
+        return AccumulateState(levels, position(backend, step) + 1, index)
 
     @operation("accumulate")
     def value(state: AccumulateState) -> Tree:
@@ -138,10 +138,20 @@ def accumulate(
     def restart(state: AccumulateState) -> AccumulateState:
         require_state(state)
         backend = _backend(state)
-        index = backend.where(state.step > 0, state.index + 1, state.index)
+        index = backend.where(is_begun(state), state.index + 1, state.index)
         return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
 
     return Accumulator(init, update, operation("accumulate")(is_full), value, restart)
+
+
+def position(backend: Backend, step: Array) -> Array:
+    """The number of contributions as a position in the window: 0 for -1, see `AccumulateState.step`."""
+    return backend.where(step < 0, step * 0, step)
+
+
+def is_begun(state: AccumulateState) -> Array:
+    """Whether a window has contributions, also if `statefile.resize` rounded its position down to 0."""
+    return (state.step > 0) | (state.step < 0)  # not !=, which TensorFlow 1 graph tensors do not overload
 
 
 def whole_window(reduction: Reduction, state: AccumulateState) -> State:

@@ -19,7 +19,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import MOST, invalid, require_given, shown
 from gradcombine.places.replicas import LOCAL, merge_replicas
-from gradcombine.places.time import Accumulator, accumulate, length_at, whole_window
+from gradcombine.places.time import Accumulator, accumulate, is_begun, length_at, position, whole_window
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.feedback import require_none, residuals
@@ -104,13 +104,13 @@ class Window(Settings):
     @no_autograph
     def is_partial(self, state: AccumulateState) -> Array:
         """Whether there are contributions that a flush has to apply; a boolean scalar."""
-        return (state.step > 0) & ~self.is_over(state)
+        return is_begun(state) & ~self.is_over(state)
 
     @no_autograph
     def next(self, state: AccumulateState) -> tuple[Array, Array]:
         """The index of the window of the next contribution, and its index in that window; both from 0."""
         backend, over = resolve([state.step, state.index]), self.is_over(state)
-        step = self._with_room(state).step
+        step = position(backend, self._with_room(state).step)
         return backend.where(over, state.index + 1, state.index), backend.where(over, step * 0, step)
 
     @no_autograph

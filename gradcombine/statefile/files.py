@@ -212,11 +212,9 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
     with decoding(source):
         contents = container.read(source)
         header = headers.decode(contents.text)
-    require_composition(source, header, reduction)
+    wanted = require_form(source, header, reduction, like)
     if replicas is not None:
         require_equal("{} replica (load_replicas takes several)", replicas, header.replicas)
-    wanted = layout(template(reduction, like, header.levels))
-    _require_layout(wanted, header)
     with decoding(source):
         columns = _arrays(contents.arrays, header, wanted)
     backend = resolve(tree.flatten(like)[0])
@@ -229,17 +227,18 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
     return [state(column) for column in columns]
 
 
-def require_composition(source: Path, header: Header, reduction: Reduction) -> None:
-    """Raises for a file of another reduction or other settings; warns if the file does not contain the settings."""
+def require_form(source: Path, header: Header, reduction: Reduction, like: Tree) -> Layout:
+    """The layout of the states; raises for a file of another one, or of another reduction or other settings.
+
+    Warns if the file does not contain the settings.
+    """
     require_equal("{}", f"states of {reduction.name!r}", f"states of {header.reduction!r}")
     if header.settings is None:
         text = f"statefile.load: {source} lacks the settings of its reduction: {reduction.description} is assumed"
         warnings.warn(text, stacklevel=4)
     else:
         require_equal("{}", f"states of {reduction.description}", f"states of {header.settings}")
-
-
-def _require_layout(wanted: Layout, header: Header) -> None:
+    wanted = layout(template(reduction, like, header.levels))
     for path in [*wanted.kinds, *header.kinds]:
         expected, received = wanted.kinds.get(path), header.kinds.get(path)
         if not (_marks_absence(expected) and _marks_absence(received)):
@@ -249,6 +248,7 @@ def _require_layout(wanted: Layout, header: Header) -> None:
     for path in [*ours, *stored]:
         expected, received = (_described(leaves, path) for leaves in (ours, stored))
         require_equal("{}", expected, received, path or "(root)")
+    return wanted
 
 
 def _described(leaves: Mapping[str, tuple[str, tuple[int, ...] | None] | None], path: str) -> str:

@@ -16,7 +16,7 @@ from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.plain import last
 from gradcombine.resilience import ledger
 from gradcombine.settings import check, valid
-from gradcombine.statefile.files import encoded, inspect, load, require_composition, save, write
+from gradcombine.statefile.files import encoded, inspect, load, require_form, save, write
 from gradcombine.types import State, Tree
 
 
@@ -149,7 +149,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
 
     Raises:
       GradCombineError: if a window after the first has begun, but all beginnings are damaged; for a part of another
-        reduction, or of the same one with other settings.
+        reduction, or of the same one with other settings, shapes or dtypes.
       OSError: if a file cannot be read.
 
     Bits: merging the parts and the microbatches that `gradcombine.resilience.ledger.read` lists as missing gives the
@@ -177,7 +177,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
             except GradCombineError as error:
                 left_out[file.name] = str(error)
                 continue
-            require_composition(file, header, reduction)
+            require_form(file, header, reduction, like)
             try:
                 parts[int(holder)] = load(file, reduction, like)
             except GradCombineError as error:

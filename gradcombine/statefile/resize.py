@@ -9,7 +9,7 @@ from gradcombine.backends.registry import resolve
 from gradcombine.errors import MOST, operation, require_equal, require_given, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places import binary_counter
-from gradcombine.places.time import depth_of, require_state, require_state_of, whole_window
+from gradcombine.places.time import depth_of, is_begun, position, require_state, require_state_of, whole_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State
@@ -30,8 +30,10 @@ def resize(
     weight 0. For example, a window saved after microbatch 3 of 8 on 4 replicas needs ``16 - 6 = 10`` more calls on 2
     replicas, whose 20 contributions are exactly the missing ones.
 
-    Positions are rounded down, as a position does not determine whether a window is full. Pass ``full`` to keep a full
-    window full: if M does not divide ``N * every``, it would otherwise be applied a second time.
+    Positions are rounded down, as a position does not determine whether a window is full; -1 in place of 0 marks a
+    window that has contributions, which a flush applies. Pass ``full`` to keep a full window full: if M does not divide
+    ``N * every``, it would otherwise be applied a second time. Microbatches of a `reductions.numbered` reduction need
+    their numbers from then on, as the default ones are positions.
 
     Args:
       reduction: that created the states.
@@ -81,7 +83,7 @@ def resize(
         return [_merged(reduction, group, parts[0]) for group in groups]
     _require_alike(parts)
     first = parts[0]
-    step, index = _position(first.step, len(parts), count, full), first.index
+    step, index = _position(first.step, is_begun(first), len(parts), count, full), first.index
     if count == len(parts) and every is None:
         return parts
     shift = _log2(len(parts), count)
@@ -94,14 +96,16 @@ def resize(
     return [AccumulateState(level, step, index) for level in levels]
 
 
-def _position(step: Array, old: int, new: int, full: bool) -> Array:
-    """``step * old / new``, rounded down, or up for a full window, as its length is."""
+def _position(step: Array, begun: Array, old: int, new: int, full: bool) -> Array:
+    """``step * old / new``, rounded down, or up for a full window, as its length is; -1 for 0 in a begun window."""
     backend = resolve([step])
     flushed = backend.asarray(step) == MOST  # a window without a length, which was flushed
     if backend.concrete(flushed):
         return step
+    number = position(backend, step)
     # Not ``step * old // new``, whose product may overflow.
-    scaled = step // new * old + (step % new * old + (new - 1 if full else 0)) // new
+    scaled = number // new * old + (number % new * old + (new - 1 if full else 0)) // new
+    scaled = backend.where(begun & (scaled < 1), scaled * 0 - 1, scaled)
     return scaled if backend.concrete(step) is not None else backend.where(flushed, step, scaled)
 
 

@@ -167,6 +167,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         statefile.save_part(tmp_path, 0, 0, plain, plain.init(START))
     with pytest.raises(GradCombineError, match="index of a window, from 0"):
         statefile.begin_window(tmp_path, -1, START)
+    statefile.save_part(tmp_path, 0, 0, MEAN, part(0))  # an intact file is not left out as damaged if ``like`` is wrong
+    with pytest.raises(GradCombineError, match=r"recover: leaf .*\['w'\].*expected .*, received float32"):
+        statefile.recover(tmp_path, MEAN, {"w": np.zeros(3)}, START)
     other = {"w": np.float32([1, 2, 3])}
     statefile.begin_window(tmp_path, 1, other)
     for index in range(2):

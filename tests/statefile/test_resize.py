@@ -182,6 +182,8 @@ POSITIONS = [  # N, M, step, step' and the missing calls of windows of 8
     (1, 4, 8, 2, 0),
     (2, 3, 8, 6, 0),
     (4, 3, 8, 11, 0),
+    (1, 2, 1, -1, 4),  # rounded down to 0, but not empty
+    (2, 5, 2, -1, 4),
     (4, 2, 0, 0, 16),
     (4, 4, 5, 5, 3),
 ]
@@ -200,6 +202,19 @@ def test_positions(old: int, new: int, step: int, position: int, calls: int, ord
             assert not bool(acc.ready(state))
             state = acc.update(whole((0, k)), state)
         assert bool(acc.ready(state))
+
+
+def test_a_window_that_is_rounded_down_to_position_0_is_not_empty() -> None:
+    """A flush applies it, and it stays so after further changes of the number of replicas."""
+    mean = reductions.mean()
+    window, acc = Window(mean, 2), gc.accumulate(mean, 2)
+    held = statefile.resize(mean, [acc.update(np.float32(3), acc.init(np.float32(0)))], 2)
+    for states in (held, statefile.resize(mean, held, 3), statefile.resize(mean, statefile.resize(mean, held, 5), 2)):
+        for state in states:
+            assert int(state.step) == -1 and bool(window.is_partial(state)) and not bool(window.is_full(state))
+            assert [int(x) for x in window.next(state)] == [0, 0] and int(acc.restart(state).index) == 1
+        value = mean.finalize(fold_pairwise(mean.merge, [whole_window(mean, state) for state in states]))
+        assert value == 3
 
 
 @pytest.mark.parametrize("full", [False, True])

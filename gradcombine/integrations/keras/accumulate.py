@@ -173,10 +173,10 @@ class Accumulate(Wrapper):
             expected = "Accumulate(LossScaleOptimizer(...)), which checks the gradients of all replicas"
             received = "LossScaleOptimizer(Accumulate(...)), which checks those of the first replica only"
             raise invalid(expected, f"{received} (compile adds one under the policy mixed_float16)")
+        self._checkpointed = window.layout()  # first, as a deferred restore compares it
         for variable in window.variables:
             self._track_variable(variable)
         self._window = window
-        self._checkpointed = window.layout()
         # Bypasses Keras' attribute tracking: the trained variables are not variables of the optimizer.
         self.__dict__["_trainable_variables"] = variables
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}

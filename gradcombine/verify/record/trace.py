@@ -199,6 +199,7 @@ class Recorder(Recording):
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
             raise invalid(f"stages of {', '.join(STAGES)}", ", ".join(unknown))
+        step = converted(step)
         self._require_step(step)
         named: dict[str, Array] = {}
         for stage, value in stages.items():

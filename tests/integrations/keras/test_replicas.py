@@ -303,7 +303,11 @@ def test_a_checkpoint_resumes_on_one_replica(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"order": "tree"}, "a window with"), ({"reduction": "sum"}, "a window with sum, .* received mean")],
+    [
+        ({"order": "tree"}, "a window with"),
+        ({"reduction": "sum"}, "a window with sum, .* received mean"),
+        ({"precision": "exact"}, "a window with mean, precision 'exact', received mean, precision 'fast'"),
+    ],
 )
 def test_a_checkpoint_of_another_window_is_refused(settings: Any, message: str, tmp_path: Path) -> None:
     optimizers = [Accumulate("sgd", 3), Accumulate("sgd", 3, **settings)]
@@ -316,6 +320,10 @@ def test_a_checkpoint_of_another_window_is_refused(settings: Any, message: str, 
     with pytest.raises(GradCombineError, match=message):
         tf.train.Checkpoint(optimizer=optimizers[1]).restore(path)
     assert bits(optimizers[1].variables) == before
+    unbuilt = Accumulate("sgd", 3, **settings)
+    tf.train.Checkpoint(optimizer=unbuilt).restore(path)
+    with pytest.raises(GradCombineError, match=message):
+        unbuilt.build([w])
 
 
 @pytest.mark.full

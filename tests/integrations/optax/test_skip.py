@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gradcombine as gc
+from gradcombine import statefile
 from gradcombine.integrations.optax import accumulate, skip_large, skip_not_finite
 from gradcombine.places.window import OVER
 from tests.integrations.jax.replicas import AXIS, GRADS, TOKENS, N
@@ -121,6 +122,26 @@ def test_flush_and_skip_share_one_exchange() -> None:
     jaxpr = jax.make_jaxpr(step, axis_env=[("d", N)])(params, jnp.asarray(False)).jaxpr
     (exchange,) = [eqn for eqn in jaxpr.eqns if "psum" in eqn.primitive.name]
     assert [x.aval.shape for x in exchange.invars] == [(2,)]
+
+
+@OPTAX_PROMOTES
+def test_a_resized_window_keeps_its_microbatch_if_the_others_are_left_out() -> None:
+    """One microbatch on one replica; on two, whose position is rounded down to 0, the rest of the window is skipped."""
+    _, state = run(accumulate(NEGATE, 4, skip=skip_not_finite()), PARAMS, vectors(3), "eager")
+    windows = statefile.resize(gc.reductions.mean(), [state.window], 2)
+    tx = accumulate(NEGATE, 2, skip=skip_not_finite(), over=gc.jax_axis("replicas"))
+
+    def resumed(window: Any) -> Any:
+        state, outputs = tx.init(PARAMS)._replace(window=window), []
+        for grads in vectors(NAN, NAN):
+            updates, state = tx.update(grads, state, PARAMS)
+            outputs.append(updates["w"][0])
+        return outputs, state.window.step
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *windows)
+    outputs, steps = jax.vmap(resumed, axis_name="replicas")(stacked)
+    np.testing.assert_array_equal(outputs, [[0, 0], [-3, -3]])
+    assert steps.tolist() == [OVER, OVER]
 
 
 def test_over_none_is_local() -> None:

@@ -164,6 +164,24 @@ def test_more_replicas_resume_the_windows_of_fewer(tmp_path: Path) -> None:
     np.testing.assert_array_equal(w.numpy(), exact_mean(2, range(1)), strict=True)
 
 
+@pytest.mark.parametrize("run", [lambda flush: flush, tf.function], ids=["eager", "function"])
+def test_a_flush_applies_a_window_of_fewer_microbatches_than_replicas(run: Callable[[Any], Any]) -> None:
+    """After one microbatch on one replica, the position on two is rounded down to 0."""
+    with scope("none") as strategy:
+        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=4)
+        feed(strategy, module, range(1))
+        windows = statefile.resize(gc.reductions.mean(), module.states(), 2)
+    with scope("mirrored_2") as strategy:
+        w = tf.Variable(tf.zeros(3))
+        resumed = AccumulatedStep(given, [w], replace, every=2)
+        resumed.load_states(windows)
+        flush = run(resumed.flush)
+        assert bool(flush()) and not bool(flush())
+        np.testing.assert_array_equal(w.numpy(), exact_mean(1, range(1)), strict=True)
+        assert feed(strategy, resumed, range(2)) == [False, True]
+        np.testing.assert_array_equal(w.numpy(), exact_mean(2, range(2)), strict=True)
+
+
 def test_a_failure_on_one_replica_leaves_all_windows_whole() -> None:
     strategy = mirrored(2)
     with strategy.scope():

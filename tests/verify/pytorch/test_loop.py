@@ -69,7 +69,11 @@ def test_tensors_of_a_loop_are_kept_to_the_bit(tmp_path: Path) -> None:
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     (weight.T @ torch.arange(3.0).bfloat16()).sum().backward()
     with record(tmp_path) as recorder:
-        recorder(0, gradients=[{"w": weight.grad, "frozen": frozen.grad}, (frozen,)], params={"w": weight.T, "n": 3})
+        recorder(
+            torch.tensor(0),
+            gradients=[{"w": weight.grad, "frozen": frozen.grad}, (frozen,)],
+            params={"w": weight.T, "n": 3},
+        )
     found = {name: entry.whole() for name, entry in open_dump(tmp_path / "step_00000000.npz").items()}
     assert list(found) == ["gradients/0/w", "gradients/1/0", "params/n", "params/w"]
     assert found["gradients/0/w"].dtype == ml_dtypes.bfloat16
