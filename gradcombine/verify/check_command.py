@@ -136,7 +136,7 @@ def sections(report: StepReport, source: str = "") -> list[Section]:
     ]
     notes = [Cells((f"allowed: {fault}",), True) for fault in report.allowed]
     notes += [Cells((f"not compared: {x}",), False) for x in report.not_checked]
-    notes += [Cells((f"not compared: {x}",), True) for x in report.not_asked]
+    notes += [Cells((f"not included: {x}",), True) for x in report.not_asked]
     note = (
         "Distances in units of the rounding bound (at most 1 passes); the last column in units of the rounding noise."
     )

@@ -268,7 +268,7 @@ def checked(
             if second:
                 raise
         faults = elsewhere or {}
-        not_asked += () if elsewhere is not None else (f"divisions {where}, where one batch raises or is not finite",)
+        not_asked += () if elsewhere is not None else (f"divisions {where}, where the step raises or is not finite",)
     by_design = faults.keys() <= {*BY_DESIGN.values()}
     if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
         if cast("Any", make_step).takes_optimizer:

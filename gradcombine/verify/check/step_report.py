@@ -209,7 +209,7 @@ class StepReport(NamedTuple):
         lines += [f"  allowed: {fault}" for fault in self.allowed]
         lines += [f"  {run}" for run in self.runs]
         lines += [f"  not checked: {text}" for text in self.not_checked]
-        lines += [f"  not compared: {text}" for text in self.not_asked]
+        lines += [f"  not included: {text}" for text in self.not_asked]
         return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from gradcombine.errors import invalid, operation, require_file, shown
 from gradcombine.verify.diff import similarity
-from gradcombine.verify.diff.dumps import Dump, Entry
+from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.similarity import Axes, closest
 from gradcombine.verify.foreign_calls import within_seconds
 
@@ -262,7 +262,7 @@ def match(
     by(keys[-1], "similar name", _numbered_otherwise(rest_a, rest_b, keys[-1]))
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
-    for left, right, axes in list(closest(rest_a, rest_b, reading, lambda x, y: _fit(a[x], b[y]))):
+    for left, right, axes in list(closest(rest_a, rest_b, reading, _fit(rest_a, rest_b))):
         pair(left, right, "values", axes if _expected(a, b, left, right) is None else _axes(a, b, left, right))
     for key in keys:
         by(key, "similar name")
@@ -275,10 +275,11 @@ _ROLES = {"kernel": "scale", "scale": "scale", "bias": "bias", "mean": "mean", "
 """Roles of vectors that values alone do not pair with another role, by the last word of a `canonical` name."""
 
 
-def _fit(a: Entry, b: Entry) -> bool:
+def _fit(a: Dump, b: Dump) -> Callable[[str, str], bool]:
     """Whether the names of two leaves allow that they correspond: a scale is no bias, and a mean is no variance."""
-    roles = [_ROLES.get(next(iter(canonical(leaf.name)[-1:]), "")) for leaf in (a, b)]
-    return len(a.shape) != 1 or None in roles or roles[0] == roles[1]
+    vectors = (name for dump in (a, b) for name, leaf in dump.items() if len(leaf.shape) == 1)
+    roles = {name: _ROLES.get(next(iter(canonical(name)[-1:]), "")) for name in vectors}
+    return lambda left, right: roles.get(left) == roles.get(right) or None in (roles.get(left), roles.get(right))
 
 
 def canonical(name: str) -> tuple[str, ...]:
