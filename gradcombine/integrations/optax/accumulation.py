@@ -307,7 +307,7 @@ class Accumulation:
         skipped: Tree = ()
         in_a_row = None
         if self._skip is not None:
-            # A window that a resize rounded down to position 0 has a contribution that was not skipped, or may have.
+            # At position -1 there are earlier contributions, see `AccumulateState.step`, so not all are skipped ones.
             in_a_row = jnp.where(left_out & (state.window.step >= 0), state.skip.in_a_row + 1, 0)
             count = jnp.where(left_out, state.skip.skipped + 1, state.skip.skipped)
             skipped = self._varying(SkipState(count, in_a_row, detail))

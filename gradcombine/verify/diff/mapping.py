@@ -201,10 +201,10 @@ def match(
 
     Leaves are matched, in this order, by rules; by equal names; by names that differ only in the frameworks'
     conventions (`canonical`), if unique in both dumps; by names without words that occur only in one dump; by shapes,
-    transposed or not, that are unique in both dumps; by values, closest first. Names that differ in their numbers from
-    those of the other dump, such as ``2.weight`` and ``Dense_1/kernel``, match before shapes and values only if the
-    values are similar, and after them otherwise. Values decide whether two leaves are transposed. Unreadable leaves are
-    matched only by rule or name.
+    transposed or not, that are unique in both dumps; by values, closest first, but no scale with a bias and no mean
+    with a variance. Names that differ in their numbers from those of the other dump, such as ``2.weight`` and
+    ``Dense_1/kernel``, match before shapes and values only if the values are similar, and after them otherwise.
+    Values decide whether two leaves are transposed. Unreadable leaves are matched only by rule or name.
 
     Args:
       a, b: the dumps.

@@ -114,6 +114,23 @@ def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
     assert len(traces) == 1
 
 
+def test_a_flush_applies_a_window_of_fewer_microbatches_than_replicas() -> None:
+    """After one microbatch on one replica, the position on two is rounded down to 0."""
+    one = train_step(loss, NEGATE, every=4)
+    params, state, _ = one.function(PARAMS, one.init(PARAMS), GRADS[0, 0], TOKENS[0, 0])
+    members = {"grads": gc.reductions.mean(), "value": gc.reductions.mean(), "weight": gc.reductions.sum()}
+    windows = gc.statefile.resize(gc.reductions.per_leaf(members), [state.window], 2)
+
+    def flush(window: Any) -> Any:
+        resumed = STEPS["every"].init(params)._replace(window=window)
+        params_after, _, metrics = STEPS["every"].flush_function(params, resumed)
+        return params_after["w"], metrics.applied
+
+    expected = one.flush_function(params, state)[0]["w"]
+    found, applied = jax.vmap(flush, axis_name="d")(jax.tree.map(lambda *x: jnp.stack(x), *windows))
+    assert expected != 0 and found.tolist() == [expected] * 2 and applied.tolist() == [True, True]
+
+
 def test_gradients_that_shard_map_has_summed_already_are_refused() -> None:
     def given(params: Any, x: Any) -> Any:
         return jnp.float32(0), jax.grad(lambda p: p["w"] * jnp.sum(x))(params)

@@ -76,6 +76,21 @@ def test_gradients_that_are_zero_in_exact_arithmetic_pass_within_atol(tmp_path: 
     assert run(*paths, "--rtol", 1e-4, "--atol", 1e-8)[0] == 1
 
 
+def test_a_leaf_is_small_beside_the_largest_of_its_stage(tmp_path: Path) -> None:
+    """Gradients are compared with gradients, not with larger parameters."""
+    for name, bias in (("a", 1e-7), ("b", 2e-7)):
+        gradients = {"gradients/w": np.float32([1e-3]), "gradients/b": np.float32([bias])}
+        np.savez(tmp_path / f"{name}.npz", **gradients, **{"params/w": np.float32([1])})
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1e-4)
+    assert code == 1 and "rounding error of the largest" not in output
+
+
+def test_one_step_passes_in_the_singular(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    np.savez(tmp_path / "run/step_0.npz", w=np.ones(2))
+    assert "The only step passes." in run(tmp_path / "run", tmp_path / "run")[1]
+
+
 def test_a_gradient_above_rounding_is_not_called_small(tmp_path: Path) -> None:
     for name, bias in (("a", 1e-5), ("b", 2e-5)):
         np.savez(tmp_path / f"{name}.npz", kernel=np.ones(8, np.float32), bias=np.float32([bias]), step=np.int64(10**9))

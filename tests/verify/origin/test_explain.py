@@ -208,6 +208,7 @@ def test_a_result_that_all_candidates_give_has_no_explanation(value: float) -> N
     [
         (([], np.ones(2)), "one contribution or more"),
         (([np.ones(2)], np.ones(2), [1, 2]), "expected 1 weights, received 2"),
+        (([np.ones(2)], np.ones(2), [-1]), "explain: expected a finite weight"),
         (([np.ones(3)], np.ones(2)), r"the result's shape, \(2,\)"),
         (([np.int32([1])], np.ones(1)), "a float array of 64 bits at most, received int32"),
         (([{"a": np.ones(1)}], {"b": np.ones(1)}), "expected the structure"),

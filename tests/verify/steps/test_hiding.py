@@ -208,3 +208,4 @@ def test_a_step_that_raises_at_other_parameters_is_not_compared_there(returns: s
 
     report = check_step(make_step, given, BATCH, returns=returns)
     assert report.passes and any(where in text for text in report.not_asked), report
+    assert f"not included: divisions {'in the ' * (returns == 'params')}{where}" in str(report)
