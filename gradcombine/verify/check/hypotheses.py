@@ -34,8 +34,8 @@ from gradcombine.verify.check.case import (
 from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
-from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized
-from gradcombine.verify.check.moves import added, advanced, averaged, decayed, moved
+from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized, perturbation
+from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
@@ -76,8 +76,7 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
             if x.cause in BY_DESIGN.values() and not standard.not_compared:
                 standard.not_compared = not_predicted(standard, case, sorted({*differing} - {*leaves}))
             return x.cause, "; ".join(filter(None, (x.detail, text))), line
-    worst = int(shares.argmax())
-    precision = "float64" if case.wide else "the step's precision"
+    worst, precision = int(shares.argmax()), "float64" if case.wide else "the step's precision"
     text = f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
     if integers := [text for _, text in _other_integers(standard, case)]:
         text = integers[0] if shares[worst] <= 1 else f"{text}; {integers[0]}"
@@ -325,8 +324,8 @@ def scattered(standard: Standard, case: Case) -> Iterator[Prediction]:
                 yield Prediction(Cause.SCATTER, f"{count} rows keep one contribution out of several {name}")
 
 
-NARROW = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
-"""Dtypes of narrow accumulators; the second one has more digits."""
+NARROW = rounding_unit(np.dtype(ml_dtypes.bfloat16))
+"""Unit roundoff of the narrowest accumulators."""
 
 MIN_NARROW = 16
 """Minimal number of elements beyond the rounding bound at which an accumulator is blamed."""
@@ -334,44 +333,46 @@ MIN_NARROW = 16
 CORRELATED = 0.9
 """Correlation of two errors above which they are not due to rounding."""
 
+NEARBY = 2.0**-4
+"""Relative distance of inputs that round otherwise, but change smooth functions little."""
+
 
 def narrow(standard: Standard, case: Case) -> Iterator[Prediction]:
-    """Tries 16-bit rounding in each element, uncorrelated with that under another number of microbatches.
+    """Tries 16-bit rounding in each element, uncorrelated with that of other numbers of microbatches or nearby inputs.
 
-    Excludes other causes: an added term such as weight decay does not shrink with an element's gradients, and a change
-    at each microbatch is the same for twice as many microbatches, but twice as large.
+    Excludes other causes: an added term such as weight decay does not shrink with an element's gradients, a change at
+    each microbatch is twice as large for twice as many microbatches, and others are smooth functions of the inputs.
     """
-    k, devices = case.split
-    other = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices)
-    columns = [x.floats for x in standard.columns if x is not None]
-    known = other.microbatches > 1 and len(columns) == len(standard.units)
-    if not known or not may_be_narrow(standard.subject, case.split):
+    (k, devices), columns = case.split, [x.floats for x in standard.columns if x is not None]
+    other, subject = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices), standard.subject
+    if other.microbatches < 2 or len(columns) < len(standard.units) or not may_be_narrow(subject, case.split):
         return
+    one, weights, near = standard.best.floats, standard.estimated_weights, list[Floats]()
     try:
-        second = standard.subject.run(other, standard.subject.batch)
+        second = subject.run(other, subject.batch).floats
+        for split in (case.split, ONE_BATCH):
+            noises = perturbation(0, NEARBY), perturbation(1, NEARBY)
+            near.append(subject.run(split, subject.batch, noise=noises[0], batch_noise=noises[1]).floats)
     except GradCombineError:
         return
-    weights = standard.estimated_weights
     c = np.full(len(columns), 1 / len(columns)) if weights is None else np.abs(weights)
     sizes = flat(combined(c, [[np.abs(x) for x in floats] for floats in columns]))
-    one = standard.best.floats
     allowed = np.repeat(2 * standard.allowed(False), [x.size for x in one])
-    errors = [flat(x.floats) - flat(one) for x in (case.native, second)]
-    norms = [float(np.linalg.norm(x)) for x in errors]
-    correlation = float(errors[0] @ errors[1]) / max(norms[0] * norms[1], 1e-300)
-    if np.count_nonzero(np.abs(errors[0]) > allowed) < MIN_NARROW or correlation > CORRELATED:
+    error, *errors = (flat(x) - flat(y) for x, y in ((case.native.floats, one), (second, one), near))
+    correlations = [float(error @ x) / max(float(np.linalg.norm(error) * np.linalg.norm(x)), 1e-300) for x in errors]
+    if np.count_nonzero(np.abs(error) > allowed) < MIN_NARROW or max(correlations) > CORRELATED:
         return
-    units = [(2 * split.microbatches + 1) * rounding_unit(NARROW[0]) for split in (case.split, other)]
-    if all(np.all(np.abs(x) <= u * sizes + allowed) for x, u in zip(errors, units, strict=True)):
-        size, other_size = map(rms, errors)
-        text = f"errors are within 16-bit rounding: {size:.3g} on average, and {other_size:.3g} with {other}"
-        yield Prediction(Cause.PRECISION, text)
+    limits = [(2 * x.microbatches + 1) * NARROW * sizes + allowed for x in (case.split, other)]
+    if all(np.all(np.abs(x) <= limit) for x, limit in zip((error, errors[0]), limits, strict=True)):
+        size = f"{rms(error):.3g} on average, and {rms(errors[0]):.3g} with {other}"
+        yield Prediction(Cause.PRECISION, f"errors are within 16-bit rounding: {size}")
 
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     counted,
     rounded,
     in_order,
+    in_loop,
     added,
     partial(at_optimizer, early=True),
     divided,

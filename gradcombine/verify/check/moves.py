@@ -110,6 +110,41 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
             yield Prediction(Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch")
 
 
+def in_loop(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries a PyTorch loop that clips gradients, or changes an optimizer's settings, at each microbatch.
+
+    Without this, its result is that of one batch.
+    """
+    subject = standard.subject
+    steps: list[Any] = [subject.step(x) for x in (ONE_BATCH, case.split)]
+    if subject.framework != "torch" or not hasattr(steps[0], "corrected"):  # it ends before the update
+        return
+    one, divided = (step.observe(subject.params, subject.batch).settings for step in steps)
+    text = "the accumulated gradients are clipped at each microbatch, not only at the end"
+    tried = [(Cause.CHANGED_BEFORE, text, {"clips_once": True})]
+    changed = [
+        f"{name} of the optimizer is {_setting(y[name])} instead of {_setting(x[name])}"
+        for groups in zip(one, divided, strict=False)
+        for x, y in zip(*groups, strict=False)
+        for name in x
+        if name in y and x[name] != y[name]
+    ]
+    if changed:
+        tried.append((Cause.COUNTED, changed[0], {"settings": one}))
+    for cause, detail, corrections in tried:
+        try:
+            floats = subject.run(case.split, subject.batch, case.wide, steps[1].corrected(**corrections)).floats
+        except (NotWide, ValueError):
+            continue
+        shares = standard.shares(floats, standard.best.floats, case.wide)
+        if max(shares[i] for i in case.among(range(len(shares)))) <= 1:
+            yield Prediction(cause, detail)
+
+
+def _setting(x: Any) -> str:
+    return f"{x:.6g}" if isinstance(x, float) else str(x)
+
+
 def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries a state that is updated at each microbatch regardless of its examples, as in spectral normalization.
 

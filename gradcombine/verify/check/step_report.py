@@ -79,6 +79,7 @@ REMEDIES = {
     Cause.STATE: "seed random numbers in each call, pass state in as an argument, and clear accumulators",
     Cause.NOT_FINITE: "guard the divisor of a microbatch without tokens; sums and counts need no guard",
     Cause.INACCURATE: "look for a narrow dtype inside the step; if it is intended, pass its unit roundoff as unit",
+    Cause.COUNTED: "advance schedules and step counts once per window, when the optimizer runs",
     Cause.BY_PLACE: "advance schedules and decay once per window, not at each microbatch",
 }
 """Remedies by cause: what to write instead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[re
 
 from gradcombine import tree
 from gradcombine.types import Tree
-from gradcombine.verify.check.leaves import flattened, is_float_dtype, widened
+from gradcombine.verify.check.leaves import flattened, is_float_dtype, is_torch_state, widened
 from gradcombine.verify.check.running import NotWide
 from gradcombine.verify.diff.pytorch import converted
 
 OPTIMIZER, CLIPPING = "optimizer", "clipping"
 """Points at which gradients are observed: when an optimizer receives them, and when they are clipped."""
+
+Settings: TypeAlias = list[dict[str, Any]]
+"""Numbers in each group of an optimizer, by name."""
 
 WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
@@ -33,6 +36,8 @@ class Observer(TorchDispatchMode):
     Args:
       point: where gradients are observed; empty: nowhere.
       replacements: gradients to write there instead, by parameter name.
+      clips_once: whether to undo clipping before gradients are added to, so that only the sum is clipped.
+      settings: settings to write to the optimizers' groups before each step, in the order of the steps.
 
     Attributes:
       wide: whether to run operations in float64, except those that draw random numbers.
@@ -40,16 +45,25 @@ class Observer(TorchDispatchMode):
       products: dtypes of the operands of matrix products.
       drawn: dtypes of random numbers.
       updates: number of optimizer steps.
+      settings: numbers in the groups of the optimizers, such as learning rates, at each step.
       gradients: the last gradients at the point, by parameter name; at clipping, before the first operation after
         their accumulation.
     """
 
-    def __init__(self, point: str = "", replacements: Mapping[str, np.ndarray] | None = None) -> None:
+    def __init__(
+        self,
+        point: str = "",
+        replacements: Mapping[str, np.ndarray] | None = None,
+        clips_once: bool = False,
+        settings: Sequence[Settings] = (),
+    ) -> None:
         super().__init__()
         self.wide, self.names = False, dict[Any, str]()
         self.products, self.drawn, self.gradients = set[Any](), set[Any](), dict[str, np.ndarray]()
         self._point, self._replacements, self.updates = point, replacements, 0
-        self._clipped = dict[Any, Any]()
+        self._clipped, self._unclipped = dict[Any, Any](), dict[Any, Any]()
+        self._clips_once, self._watches = clips_once, clips_once or point == CLIPPING
+        self.settings, self._imposed = list[Settings](), iter(settings)
 
     def watch(self, params: Iterable[Any]) -> None:
         """Observes when gradients are accumulated, to find the first operation of clipping after that."""
@@ -57,13 +71,23 @@ class Observer(TorchDispatchMode):
         def on_accumulated(p: Any) -> None:
             self._clipped.pop(p, None)
 
-        for p in params if self._point == CLIPPING else ():
+        def before_accumulated(p: Any) -> None:
+            if p.grad is not None and self._clipped.get(p) is p.grad:
+                p.grad.copy_(self._unclipped[p])
+
+        for p in params if self._watches else ():
             if p.is_leaf and p.requires_grad:
                 p.register_post_accumulate_grad_hook(on_accumulated)
+                if self._clips_once:
+                    p.register_hook(lambda _, p=p: before_accumulated(p))
 
     def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Hook that runs before each optimizer step; returns its arguments if a closure computes the gradients."""
         self.updates += 1
+        groups = optimizer.param_groups
+        for group, imposed in zip(groups, next(self._imposed, ()), strict=False):
+            group.update(imposed)
+        self.settings.append([{name: x for name, x in group.items() if _is_setting(x)} for group in groups])
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._on_gradients(optimizer)
@@ -108,14 +132,17 @@ class Observer(TorchDispatchMode):
             self.drawn.update([x.dtype for x in floats] or [torch.float32])
         if PRODUCTS.search(name):
             self.products.update(x.dtype for x in floats)
-        if self._point == CLIPPING and CLIPS.search(name):
+        if self._watches and CLIPS.search(name):
             named = {p: name for p, name in self.names.items() if p.grad is not None and p.grad is dense(p.grad)}
             gradients = {p.grad.data_ptr(): (p, name) for p, name in named.items()}
             for pointer in {x.data_ptr() for x in floats} & set(gradients):
                 p, name = gradients[pointer]
                 if self._clipped.get(p) is not p.grad:
                     self._clipped[p] = p.grad
-                    self._visit(name, p.grad)
+                    if self._clips_once:
+                        self._unclipped[p] = p.grad.clone()
+                    else:
+                        self._visit(name, p.grad)
 
     def _visit(self, name: str, gradient: Any) -> None:
         if self._replacements is not None:
@@ -134,10 +161,10 @@ def tensors_of(x: Any) -> dict[str, Any]:
 
 
 def arrays_of(value: Tree) -> Tree:
-    """Converts tensors to NumPy arrays, modules to dicts of arrays, and optimizers to None."""
+    """Converts tensors to NumPy arrays, modules to dicts of arrays, and optimizers, schedules and scalers to None."""
     leaves, structure = flattened(value)
     tensors = [tensors_of(x) if isinstance(x, torch.nn.Module) else x for x in leaves]
-    return tree.unflatten(structure, [None if isinstance(x, torch.optim.Optimizer) else converted(x) for x in tensors])
+    return tree.unflatten(structure, [None if is_torch_state(x) else converted(x) for x in tensors])
 
 
 def dense(gradient: Any) -> Any:
@@ -150,6 +177,11 @@ def tensor_of(array: np.ndarray, like: Any) -> Any:
     dtype = {np.dtype(x): y for x, y in ((np.float64, torch.float64), (np.complex128, torch.complex128))}
     values = widened(array) if is_float_dtype(array.dtype) else array
     return torch.tensor(values, dtype=dtype.get(array.dtype, like.dtype), device=like.device)
+
+
+def _is_setting(x: Any) -> bool:
+    """Whether a value of an optimizer's group is a number or several, as of betas."""
+    return all(isinstance(y, int | float) for y in (x if isinstance(x, tuple) else (x,)))
 
 
 def _value(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

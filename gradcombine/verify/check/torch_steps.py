@@ -166,6 +166,9 @@ class TorchStep:
         for x in leaves:
             if wide and isinstance(x, torch.optim.Optimizer):
                 x.state.update({p: each(to_wide, state) for p, state in x.state.items()})
+            if hasattr(x, "optimizer"):  # a schedule, which would warn that its optimizer's copy does not count steps
+                x.optimizer.step = partial(x.optimizer.step)
+                x.optimizer.step._wrapped_by_lr_sched = x.optimizer._opt_called = True
         arguments = [x if is_torch(x) else y for x, y in zip(leaves, values, strict=True)]
         count = len(params)
         return arguments[:count], tree.unflatten(self._like[1][1], arguments[count:]), wide
@@ -175,6 +178,10 @@ class TorchStep:
         observer = Observer()
         self(params, batch, observer)
         return observer
+
+    def corrected(self, **corrections: Any) -> Step:
+        """Returns the step with corrections, which are arguments of `Observer`."""
+        return lambda params, batch: self(params, batch, Observer(OPTIMIZER, **corrections))
 
     def up_to(self, point: str) -> Step:
         """Returns a step that returns the gradients at a point."""

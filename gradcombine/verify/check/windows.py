@@ -236,7 +236,7 @@ class Windows:
             text = "small gradients are combined differently"
             return Cause.CHANGED_BEFORE if changes_each else Cause.CHANGED_MEAN, w, text
         distance = f"{self.share:.3g} times the float32 bound"
-        if all(self._share(v, reached[v], self._combined(v), rounding_unit(NARROW[0])) <= 1 for v in range(2)):
+        if all(self._share(v, reached[v], self._combined(v), NARROW) <= 1 for v in range(2)):
             return Cause.PRECISION, w, f"the error is within 16-bit rounding, but {distance}"
         return Cause.UNEXPLAINED, w, f"{distance} from any linear combination"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -151,3 +152,85 @@ def test_gradients_that_are_0_at_the_start_are_compared_elsewhere(right: bool) -
     report = check_step(make_step, start, BATCH, returns="params")
     assert report.passes is right, report
     assert right or report.faults[0].run == "2 microbatches at perturbed parameters"
+
+
+def cleared(clip_each: Callable[[Any], object], k: int) -> Any:
+    """Clips the sum of the gradients so far, and clears it in place for the next window."""
+
+    def step(model: Any, batch: Any) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        for i, (x, y) in enumerate(zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True)):
+            (((model(x)[:, 0] - y) ** 2).sum() / ROWS).backward()
+            clip_each(model)
+            if i == k - 1:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+
+    return step
+
+
+def clip_values(model: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def clip_by_hand(model: Any) -> None:
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.mul_(torch.clamp(0.1 / norm, max=1.0))
+
+
+@pytest.mark.parametrize("clips", [clip, clip_and_log, clip_values, clip_by_hand])
+@pytest.mark.parametrize("make_step", [lambda f: partial(window, each=f), lambda f: partial(cleared, f)])
+def test_accumulated_gradients_that_are_clipped_at_each_microbatch(make_step: Any, clips: Any) -> None:
+    report = check_step(make_step(clips), net(), BATCH, returns="params")
+    assert report.cause is Cause.CHANGED_BEFORE, report
+    assert "are clipped at each microbatch" in report.faults[0].detail
+
+
+def log_norms(model: Any) -> None:
+    """Does not change gradients."""
+    for p in model.parameters():
+        p.grad.norm()
+
+
+def test_norms_that_are_logged_at_each_microbatch_are_not_blamed() -> None:
+    report = check_step(partial(window, total=0, each=log_norms), net(), BATCH, returns="params")
+    assert report.cause is Cause.SUM, report
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lr": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=10),
+    "two schedules": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [1]
+    ),
+    "betas": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("advances", ["once", "each"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_copied_with_its_optimizer(name: str, advances: str, scaled: bool) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    start = model, optimizer, SCHEDULES[name](optimizer), torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> None:
+            model, optimizer, schedule, scaler = params
+            optimizer.zero_grad()
+            for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
+                scaler.scale(((model(x)[:, 0] - y) ** 2).sum() / ROWS).backward()
+                if advances == "each":
+                    schedule.step()
+            scaler.step(optimizer)
+            scaler.update()
+            if advances == "once":
+                schedule.step()
+
+        return step
+
+    report = check_step(make_step, start, BATCH, returns="params")
+    assert report.cause is (Cause.COUNTED if advances == "each" else None), report
+    assert report.passes is (advances == "once")
+    assert not report.faults or re.search(r"^lr of the optimizer is 0\.\d+ instead of 0\.", report.faults[0].detail)
