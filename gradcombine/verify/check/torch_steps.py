@@ -167,8 +167,9 @@ class TorchStep:
             if wide and isinstance(x, torch.optim.Optimizer):
                 x.state.update({p: each(to_wide, state) for p, state in x.state.items()})
             if hasattr(x, "optimizer"):  # a schedule, which would warn that its optimizer's copy does not count steps
-                x.optimizer.step = partial(x.optimizer.step)
-                x.optimizer.step._wrapped_by_lr_sched = x.optimizer._opt_called = True
+                counted: Any = partial(x.optimizer.step)
+                counted._wrapped_by_lr_sched = x.optimizer._opt_called = True
+                x.optimizer.step = counted
         arguments = [x if is_torch(x) else y for x, y in zip(leaves, values, strict=True)]
         count = len(params)
         return arguments[:count], tree.unflatten(self._like[1][1], arguments[count:]), wide

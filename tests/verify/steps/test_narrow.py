@@ -55,7 +55,7 @@ def test_a_narrow_accumulator_is_named_in_any_order(dtype: np.dtype, add: Add, k
 
 
 def bends(sums: Any, k: int) -> Any:
-    """Multiplies the gradient by a smooth function of it that depends on k: no known cause, as little as 16 bits round."""
+    """Multiplies the gradient by a smooth function of it and of k, as little as rounding to 16 bits: no known cause."""
 
     def step(params: Floats, batch: Any) -> Floats:
         grads = defects.right(sums, k)(params, batch)
