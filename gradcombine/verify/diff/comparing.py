@@ -75,7 +75,7 @@ class Row(NamedTuple):
     passes: bool
     judgement: Judgement | None = None
     reshaped: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The shapes of both leaves in their files, if two axes of one were merged for the comparison."""
+    """The shapes of both leaves in their files, if axes of one were merged, or left out, for the comparison."""
 
     @property
     def transposed(self) -> bool:

@@ -30,8 +30,8 @@ def common(
     """Brings two dumps into a common layout. Also returns the pairs of leaves that this determines.
 
     ``attn.in_proj_weight`` is split into ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight``
-    unless the other dump packs them, too. Two adjacent axes are merged if only then the shape is that of the other
-    dump's leaf of this name, or of any leaf there. Recurrent cells are split into gates if the dumps lay them out
+    unless the other dump packs them, too. Axes of length 1 are left out, or two adjacent axes merged, if only then the
+    shape is that of the other dump's leaf of this name, or of any leaf there. Recurrent cells are split into gates if the dumps lay them out
     differently (`gradcombine.verify.diff.recurrent`). The order of elements does not change.
 
     Args:
@@ -105,10 +105,10 @@ def _packed_axis(shape: tuple[int, ...]) -> int | None:
 
 
 def _merged(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
-    """Merges two adjacent axes of each leaf whose shape only then occurs in the other dump."""
+    """Merges axes of each leaf whose shape only then occurs in the other dump."""
     counts = Counter(map(canonical, other))
     by_name = {canonical(name): leaf.shape for name, leaf in other.items() if counts[canonical(name)] == 1}
-    all_shapes = {tuple(sorted(leaf.shape)) for leaf in other.values()}
+    all_shapes = {tuple(sorted(leaf.shape)) for leaf in other.values()} - {()}
 
     def merged(name: str, leaf: Entry) -> Entry:
         shape = by_name.get(canonical(name))
@@ -122,7 +122,8 @@ def _merged(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
 
 
 def _merges(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The possible shapes after merging two adjacent axes: heads in leaves of two or three axes, or channels."""
+    """The possible shapes without axes of length 1, or with two adjacent axes merged: heads, or channels."""
+    yield tuple(n for n in shape if n > 1)
     for i in range(len(shape) - 1 if len(shape) in (2, 3) else 0):
         yield (*shape[:i], math.prod(shape[i : i + 2]), *shape[i + 2 :])
     if len(shape) >= 3:  # channels and multiplier of Keras' depthwise convolution

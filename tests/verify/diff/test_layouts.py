@@ -112,6 +112,36 @@ def test_a_transposed_kernel_has_no_heads() -> None:
 @pytest.mark.parametrize(
     ("a", "b"),
     [
+        (("cls_token", (1, 1, 8)), ("params/cls_token", (8,))),
+        (("gamma", (8,)), ("layer_scale", (1, 1, 1, 8))),
+        (("pos_embed", (1, 5, 8)), ("pos_embedding", (5, 8))),
+        (("logit_scale", ()), ("params/logit_scale", (1,))),
+        (("mlp.fc.weight", (6, 4, 1, 1)), ("mlp/fc/kernel", (4, 6))),
+        (("mlp/fc/kernel", (1, 4, 6)), ("mlp.fc.weight", (6, 4))),
+    ],
+    ids=str,
+)
+def test_axes_of_length_1_may_be_left_out(a: Any, b: Any) -> None:
+    (name, shape), (other, other_shape) = a, b
+    x = RNG.normal(size=shape)
+    y = x.reshape([n for n in shape if n > 1])
+    y = (y.T if "fc" in name else y).reshape(other_shape)
+    for left, right in (({name: x}, {other: y}), ({other: y}, {name: x})):
+        report = diff(dump(left), dump(right))
+        assert report.passes and report.rows[0].reshaped is not None, report
+        assert not report.rows[0].transposed
+    report = diff(dump({name: x}), dump({other: 2 * y + 1}))
+    assert not report.passes
+
+
+def test_a_step_count_is_no_bias_of_one_element() -> None:
+    report = diff(dump({"head.bias": np.ones(1)}), dump({"count": np.ones(())}))
+    assert report.only_a == ("head.bias",) and not report.rows
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
         ("layers.0.self_attn.q_proj.weight", "params/layers_0/self_attention/query/kernel"),
         ("attn.v_proj.bias", "attention/value/bias/value"),
         ("bn.running_var", "batch_stats/bn/var"),
