@@ -134,7 +134,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         ),
         Section(
             "Leaves with different shapes",
-            "Compared without axes of length 1, or with two adjacent axes merged, as heads or channels of a convolution.",
+            "Compared without axes of length 1, or with two adjacent axes merged, such as heads, or channels.",
             columns=("leaf", "shape in A", "shape in B"),
             rows=[
                 Cells((row.difference.name, *(" x ".join(map(str, shape)) for shape in row.reshaped)), row.passes)

@@ -31,8 +31,8 @@ def common(
 
     ``attn.in_proj_weight`` is split into ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight``
     unless the other dump packs them, too. Axes of length 1 are left out, or two adjacent axes merged, if only then the
-    shape is that of the other dump's leaf of this name, or of any leaf there. Recurrent cells are split into gates if the dumps lay them out
-    differently (`gradcombine.verify.diff.recurrent`). The order of elements does not change.
+    shape is that of the other dump's leaf of this name, or of any leaf there. Recurrent cells are split into gates if
+    the dumps lay them out differently (`gradcombine.verify.diff.recurrent`). The order of elements does not change.
 
     Args:
       a, b: the dumps.
