@@ -154,13 +154,10 @@ def _is_sparse(x: Any) -> bool:
 
 def is_torch(x: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and (isinstance(x, (torch.Tensor, torch.nn.Module)) or is_torch_state(x))
-
-
-def is_torch_state(x: Any) -> bool:
-    """Whether a PyTorch object holds no parameters: an optimizer, a schedule or a gradient scaler."""
-    torch = sys.modules["torch"]
-    return isinstance(x, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
+    if torch is None:
+        return False
+    objects = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler
+    return isinstance(x, (torch.Tensor, *objects))
 
 
 def _is_static(x: Any) -> bool:

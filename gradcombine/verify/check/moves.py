@@ -111,9 +111,9 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
 
 
 def in_loop(standard: Standard, case: Case) -> Iterator[Prediction]:
-    """Tries a PyTorch loop that clips gradients, or changes an optimizer's settings, at each microbatch.
+    """Tries a PyTorch loop that clips gradients, or advances schedules, at each microbatch.
 
-    Without this, its result is that of one batch.
+    If it clips once, or its optimizers have the settings of one batch, the result is that of one batch.
     """
     subject = standard.subject
     steps: list[Any] = [subject.step(x) for x in (ONE_BATCH, case.split)]

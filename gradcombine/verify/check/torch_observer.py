@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[re
 
 from gradcombine import tree
 from gradcombine.types import Tree
-from gradcombine.verify.check.leaves import flattened, is_float_dtype, is_torch_state, widened
+from gradcombine.verify.check.leaves import flattened, is_float_dtype, widened
 from gradcombine.verify.check.running import NotWide
 from gradcombine.verify.diff.pytorch import converted
 
@@ -161,10 +161,21 @@ def tensors_of(x: Any) -> dict[str, Any]:
 
 
 def arrays_of(value: Tree) -> Tree:
-    """Converts tensors to NumPy arrays, modules to dicts of arrays, and optimizers, schedules and scalers to None."""
+    """Converts tensors to NumPy arrays, and modules and schedules to dicts of arrays; optimizers become None."""
     leaves, structure = flattened(value)
-    tensors = [tensors_of(x) if isinstance(x, torch.nn.Module) else x for x in leaves]
-    return tree.unflatten(structure, [None if is_torch_state(x) else converted(x) for x in tensors])
+    arrays = [None if isinstance(x, OPAQUE) else converted(_contents(x)) for x in leaves]
+    return tree.unflatten(structure, arrays)
+
+
+OPAQUE = torch.optim.Optimizer, torch.amp.GradScaler
+
+
+def _contents(x: Any) -> Any:
+    """Returns the tensors of a module or the number of steps that a schedule made, as a dict, or another object."""
+    if isinstance(x, torch.optim.lr_scheduler.LRScheduler):
+        first = x._schedulers[0] if isinstance(x, torch.optim.lr_scheduler.ChainedScheduler) else x
+        return {"steps": np.array(first.last_epoch)}
+    return tensors_of(x) if isinstance(x, torch.nn.Module) else x
 
 
 def dense(gradient: Any) -> Any:

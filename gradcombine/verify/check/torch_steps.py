@@ -128,7 +128,7 @@ class TorchStep:
             result = step(tree.unflatten(structure, leaves), batch)
         self._left = [{name: p.grad for name, p in named.items()} for named in tensors]
         for x, arrays in zip(leaves, values, strict=True):
-            if isinstance(x, torch.nn.Module):
+            if type(arrays) is dict:
                 arrays.update(arrays_of(x))  # a dict of the caller's, which changes in place as the module does
         if not self._optimized:
             self._optimized.append({name: np.zeros_like(x) for name, x in observed.gradients.items()})

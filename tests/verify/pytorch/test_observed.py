@@ -234,3 +234,26 @@ def test_a_schedule_is_copied_with_its_optimizer(name: str, advances: str, scale
     assert report.cause is (Cause.COUNTED if advances == "each" else None), report
     assert report.passes is (advances == "once")
     assert not report.faults or re.search(r"^lr of the optimizer is 0\.\d+ instead of 0\.", report.faults[0].detail)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("each", [False, True])
+def test_the_steps_of_a_schedule_are_compared(chained: bool, each: bool) -> None:
+    """Also while it does not change the rate, and after the optimizer's step."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    if chained:
+        schedule = torch.optim.lr_scheduler.ChainedScheduler([schedule])
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> None:
+            window(k)(params["model"], batch)
+            for _ in range(k if each else 1):
+                params["schedule"].step()
+
+        return step
+
+    report = check_step(make_step, {"model": model, "schedule": schedule}, BATCH, returns="params")
+    assert report.passes is not each and report.cause is (Cause.COUNTED if each else None), report
+    assert not each or report.faults[0].detail.endswith("2 instead of 1, in leaf [0]['schedule']['steps']")
