@@ -168,8 +168,8 @@ def _is_static(x: Any) -> bool:
 
 
 def is_present(x: Any) -> bool:
-    """Whether a leaf is an array or a number."""
-    return not _is_static(x) and not is_absent(x)
+    """Whether a leaf is an array, also of typed random keys, or a number."""
+    return _is_key(x) or not (_is_static(x) or is_absent(x))
 
 
 def array_of(x: Any) -> np.ndarray:

@@ -105,8 +105,9 @@ def _unit(dtypes: Any) -> float | None:
 
 SUMS = "add", "add_any", "sub", "psum", "psum_invariant", "reduce_scatter"
 MOVES = "copy", "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "pvary", "optimization_barrier"
-ELEMENTWISE = *SUMS, *MOVES, "neg", "mul", "div", "select_n", "convert_element_type"
-"""Operations between the last products of a step and its result."""
+UPDATES = "integer_pow", "square", "sqrt", "rsqrt", "pow", "sign", "abs", "max", "min", "clamp"
+ELEMENTWISE = *SUMS, *MOVES, *UPDATES, "neg", "mul", "div", "select_n", "convert_element_type"
+"""Operations between the last products of a step and its result, such as an optimizer's update."""
 
 
 def narrow_sums(subject: Subject, split: Split) -> tuple[list[Any], list[Any]]:
