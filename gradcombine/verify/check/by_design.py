@@ -76,8 +76,10 @@ def beside_statistics(
 def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
     """Names what an explanation by design does not predict: these leaves, or an integer that differs.
 
-    An integer is predicted if it is a sum of the microbatches' counts, or a count of calls in the state.
+    An integer is predicted if it is a sum of the microbatches' counts, a count of calls in the state, or a random key
+    (uint32) where all floats are equal.
     """
+    alone = standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1
     names, divided = [standard.names[i] for i in leaves], case.native.integers
     subject, one, more = standard.subject, standard.native, case.split.microbatches - 1
     leaves_before = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
@@ -85,7 +87,8 @@ def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
     for i, (name, x, y) in enumerate(zip(one.integer_names, one.integers, divided, strict=True)):
         a, b = x.astype(np.int64), y.astype(np.int64)
         counts_calls = i < len(start) and np.array_equal(b - a, more * (a - start[i]))
-        if not np.all(a == b) and not counts_calls and not _is_counted(standard, case, i, b):
+        is_key = alone and x.dtype == np.uint32
+        if not np.all(a == b) and not is_key and not counts_calls and not _is_counted(standard, case, i, b):
             names.append(name)
     return ", ".join(names)
 

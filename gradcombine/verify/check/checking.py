@@ -22,9 +22,10 @@ from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
 from gradcombine.verify.check.case import Terms, case_of
 from gradcombine.verify.check.divided_terms import require_right
+from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import as_floats, perturbation
+from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
@@ -257,21 +258,8 @@ def checked(
             add(name, cause, detail)
     not_asked = () if pad is not None else ("padding, which needs the argument pad",)
     if not faults:
-        # A PyTorch step's optimizer has a state that is not among its parameters.
-        second = subject.returns_params and subject.framework != "torch"
-        later = subject.after_one_batch() if second else subject
-        # Accumulators are 0 at the start of a window; parameters that are 0 change in the first step.
-        places = {SECOND_STEP: later} if second else {}
-        places[PERTURBED] = later.perturbed(perturbation(0, 0.5, 0.0 if second else 0.5))
-        for where, later in places.items():
-            elsewhere = None
-            try:
-                elsewhere = {} if faults else _faults_elsewhere(standard, later, where, unit, splits, terms)
-            except GradCombineError:  # a division may overflow at perturbed parameters
-                if where == SECOND_STEP:
-                    raise
-            faults = faults or elsewhere or {}
-            not_asked += () if elsewhere is not None else (f"divisions {where}, where the step raises or is not finite",)
+        faults, missing = faults_elsewhere(standard, unit, splits, terms)
+        not_asked += missing
     by_design = faults.keys() <= {*BY_DESIGN.values()}
     if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
         if cast("Any", make_step).takes_optimizer:
@@ -306,60 +294,6 @@ is rounded differently in float32 and float64, and 1 - 0.999 has a thousand time
 COARSE = 0.1
 """Fraction of the result above which hidden differences are reported: if a step has jumps, its noise does not measure
 its rounding."""
-
-
-SECOND_STEP = "in the second step"
-PERTURBED = "at perturbed parameters"
-
-
-def _faults_elsewhere(
-    standard: Standard, later: Subject, where: str, unit: float | None, splits: Sequence[Split], terms: Terms | None
-) -> dict[Cause, Fault] | None:
-    """Returns the first fault at other parameters, by its cause; None if one batch raises there.
-
-    The first step hides how often a moment that starts at 0 decays, or the moving average of parameters that starts
-    equal to them. A gradient, or that of a term of the loss, may be 0 for all examples at the given parameters, as of
-    LoRA's first factor if the second one is 0.
-
-    Args:
-      later: the step with other parameters, such as the result of one batch.
-      where: what they are.
-    """
-    batch, second = standard.subject.batch, None
-    try:
-        one = later.run(ONE_BATCH, batch)
-    except GradCombineError:  # the step does not accept them
-        return None
-    for split in splits:
-        name = f"{split} {where}"
-        try:
-            result = later.run(split, batch)
-        except NotFiniteError as error:
-            if where == PERTURBED:
-                raise
-            return {Cause.NOT_FINITE: Fault(Cause.NOT_FINITE, name, f"in leaf {error.path}")}
-        near = standard.shares(result.floats, one.floats, wide=False).max() <= 1
-        if near and not result.differs_in_integers(one) and _are_near_in_float64(standard, later, split):
-            continue
-        second = second or Standard(later, unit)
-        far = second.distance(split, batch, result)
-        standard.is_coarse |= second.is_coarse
-        if far > 1:
-            cause, detail, line = explain(second, case_of(second, split, result, terms))
-            standard.not_compared = second.not_compared
-            return {cause: Fault(cause, name, detail, line)}
-    return {}
-
-
-def _are_near_in_float64(standard: Standard, later: Subject, split: Split) -> bool:
-    """Whether a division at other parameters is near one batch in float64, too; narrow steps are examined further."""
-    if standard.is_narrow or not standard.in_both:
-        return not standard.is_narrow
-    try:
-        one, divided = (later.run(x, later.batch, wide=True).floats for x in (ONE_BATCH, split))
-    except (NotWide, GradCombineError):
-        return False
-    return float(standard.float32_shares(divided, one).max()) <= 1
 
 
 def _leaves_gradients(subject: Subject, splits: Sequence[Split]) -> Split | None:

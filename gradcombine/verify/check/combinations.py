@@ -22,6 +22,7 @@ from gradcombine.verify.check.case import (
     split_by,
     weights_of,
 )
+from gradcombine.verify.check.clip_bounds import clip_bound
 from gradcombine.verify.check.leaves import flat, over, widened
 from gradcombine.verify.check.running import Floats, NotWide, Rows, Split
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -296,9 +297,8 @@ def _of_microbatches(
     best = standard.best.floats
     results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], standard.gradients
     for some in (leaves, *([i] for i in leaves if best[i].size > 1)):
-        if (norm := _common_norm([[x[i] for i in some] for x in results])) is None:
-            continue
-        return Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}"
+        if bound := clip_bound(standard, results, some):
+            return Cause.CHANGED_BEFORE, f"several microbatches or examples have {bound}"
     if weights.sum() > 1 + SAME:
         cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
         return cause, "it is the sum of the microbatches' separate results"
@@ -331,30 +331,6 @@ def _weights_in_one_batch(standard: Standard, pieces: Sequence[Rows], floats: Se
         if abs(x.sum() - 1) < SAME and np.ptp(x) > SAME and shares.max() <= 1:
             return x
     return None
-
-
-def _common_norm(results: Sequence[Floats]) -> str | None:
-    """Describes the norm, or the largest element, that the largest results share although they differ: a clip bound.
-
-    The clipped elements differ between results, unlike those of a running variance, which copies change equally.
-    """
-    vectors = [flat(floats) for floats in results]
-    norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
-    for values, text in ((norms, "a norm of {:.6g}"), (maxima, "a largest element of {:.6g}")):
-        top = max(values)
-        first, *others = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
-        for x in others if top > 0 else ():
-            smallest = top * (1 - 1e-5) if values is maxima else 0
-            compared = np.maximum(np.abs(x), np.abs(first)) >= smallest
-            if np.any(np.abs(x - first)[compared] > SAME * top):
-                return text.format(top)
-    return None
-
-
-def _repeated_maximum(sizes: np.ndarray) -> float:
-    """Returns the maximum if several elements share it, as after clipping by value; else 0."""
-    *_, second, first = np.sort(np.append(sizes, [0, 0]))
-    return float(first) if second >= first * (1 - 1e-5) else 0.0
 
 
 # --- one batch with repeated or missing examples, for nonlinear steps ---

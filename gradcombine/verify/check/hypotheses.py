@@ -117,7 +117,7 @@ def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Compares step counts in the result, which one update per microbatch also changes.
 
     A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise a
-    count in the state is named only if nothing else differs: layers count their calls, and random streams their keys.
+    count in the state is named only if nothing else differs: layers count calls, and random streams keys (uint32).
     """
     subject, one, divided = standard.subject, standard.native.integers, case.native.integers
     texts = [text for quantized, text in _other_integers(standard, case) if not quantized]
@@ -127,7 +127,8 @@ def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
     start = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
     if standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1:
         if not subject.returns_params or any(np.any(a != b) for _, a, b in zip(start, one, divided, strict=False)):
-            yield Prediction(Cause.COUNTED, texts[0])
+            keys = all(a.dtype == np.uint32 for a, b in zip(one, divided, strict=True) if np.any(a != b))
+            yield Prediction(Cause.ADVANCED if keys else Cause.COUNTED, texts[0])
         return
     rows = zip(start, one, divided, strict=False)
     ahead = [x if x.dtype == bool else x + (b - a) for x, a, b in rows if x.shape == a.shape]
@@ -161,11 +162,10 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     subject, k = standard.subject, case.split.microbatches
     by_division, by_number = _of_copies(standard, case)
     if not by_number:
-        yield Prediction(Cause.NEIGHBOURS, "no random numbers are drawn, or they do not matter")
+        yield Prediction(Cause.NEIGHBOURS, "copies of one example give the same result in any number")
     if not (by_division and by_number):  # otherwise each place in the batch has random numbers of its own
         return
-    size = subject.examples // k if subject.examples % k == 0 else 1
-    first = list(range(size))
+    first = list(range(subject.examples // k if subject.examples % k == 0 else 1))
     result = standard.run(case.split, subject.rows(first * (k * case.split.devices)), case.wide)
     for other in (x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k):
         with suppress(NotWide, GradCombineError):

@@ -47,8 +47,7 @@ SAMPLES = 3
 """Number of noise measurements, of which the largest is used."""
 
 STORED = 2.0**-7
-"""Fraction of a parameter's change that the rounding of the stored parameter may hide in PyTorch, where float64 is slow;
-gradients at the optimizers are compared, too."""
+"""Fraction of a parameter's change that rounding of the stored parameter may hide in PyTorch, where float64 is slow."""
 
 MORE = 8
 """Multiple of the error of one batch that the error of a division may have."""
@@ -117,9 +116,8 @@ class Measured:
         # A result that is inaccurate by its noise in native precision also varies by it between divisions.
         self._allowed = TIMES * np.maximum(best + stored, native) + sums
         self._of_change = of_change if subject.returns_params else self._allowed
-        least = STORED if subject.framework == "torch" else 0.0
-        hides = self.wide is not None and np.any(2 * TIMES * stored > least * sizes)
-        self.in_both = self.is_narrow or bool(hides)
+        hides = 2 * TIMES * stored > (STORED if subject.framework == "torch" else 0.0) * sizes
+        self.in_both = self.is_narrow or (self.wide is not None and bool(np.any(hides)))
 
     @cached_property
     def params(self) -> dict[int, np.ndarray]:

@@ -170,7 +170,8 @@ def test_a_small_weight_decay_per_microbatch_is_found() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(right: bool) -> None:
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 1e-5], ids=["gradients", "sgd", "slow sgd"])
+def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(rate: float, right: bool) -> None:
     """The penalty on the distance from a reference model, which the model equals, is a mean of means."""
     reference = np.float32([1, -1, 2, 0.5])
 
@@ -182,13 +183,56 @@ def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(right: bo
         def step(p: Any, batch: Any) -> Any:
             total = jnp.sum(batch["real"])
             grads = [jax.grad(loss)(p, part, total) for part in parts(batch, k)]
-            return sum(grads[1:], grads[0])
+            mean = sum(grads[1:], grads[0])
+            return p - mean * rate if rate else mean
 
         return jax.jit(step)
 
-    report = check_step(make_step, reference, BATCH)
+    report = check_step(make_step, reference, BATCH, returns="params" if rate else "gradients")
     assert report.passes is right, report
-    assert right or report.faults[0].run == "2 microbatches at perturbed parameters"
+    assert right or report.faults[0].run in (
+        "2 microbatches at perturbed parameters",
+        "2 microbatches in the second step",
+    )
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_term_that_begins_in_the_second_step_is_compared_in_float64(right: bool) -> None:
+    """Its weight grows with the step count, which the rounding of the stored parameters hides at first."""
+    state = {"p": np.float32([3, -3, 2, -2]), "count": np.int32(0)}
+
+    def make_step(k: int) -> Step:
+        def loss(p: Any, part: Any, total: Any, share: Any) -> Any:
+            penalty = share * jnp.sum((part["x"] @ p) ** 4 * part["real"])
+            return squares(p, part) / total + penalty / (total if right else jnp.sum(part["real"]) * k)
+
+        def step(state: Any, batch: Any) -> Any:
+            total, p, share = jnp.sum(batch["real"]), state["p"], state["count"].astype(state["p"].dtype) * 4e-5
+            grads = [jax.grad(loss)(p, part, total, share) for part in parts(batch, k)]
+            return {"p": p - sum(grads[1:], grads[0]) * 1e-3, "count": state["count"] + 1}
+
+        return jax.jit(step)
+
+    report = check_step(make_step, state, BATCH, returns="params")
+    assert report.passes is right, report
+    assert right or report.faults[0].run.endswith("in the second step")
+
+
+def test_an_accumulator_of_a_window_is_0_where_steps_are_compared() -> None:
+    """A right step that adds to its state, which is cleared at the end, and divides by its number of microbatches."""
+    state = {"p": np.float32([3, -3, 2, -2]), "sum": np.zeros(4, np.float32)}
+
+    def make_step(k: int) -> Step:
+        def step(state: Any, batch: Any) -> Any:
+            total, p = state["sum"], state["p"]
+            for part in parts(batch, k):
+                total = total + jax.grad(squares)(p, part) * (k / jnp.sum(batch["real"]))
+            return {"p": p - total * (0.1 / k), "sum": jnp.zeros_like(total)}
+
+        return jax.jit(step)
+
+    report = check_step(make_step, state, BATCH, returns="params")
+    assert report.passes, report
 
 
 @pytest.mark.parametrize(("returns", "where"), [("gradients", "at perturbed parameters"), ("params", "second step")])

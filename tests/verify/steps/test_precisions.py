@@ -169,8 +169,12 @@ def shared(p: Any, x: Any) -> Any:
 @pytest.mark.usefixtures("as_users_do")
 @pytest.mark.parametrize("how", ["scan", "loop", "fori_loop", "cond"])
 @pytest.mark.parametrize("of_narrow", [True, False], ids=["narrow gradients", "float32 gradients"])
-def test_a_narrow_accumulator_is_found_beside_narrow_products(how: str, of_narrow: bool) -> None:
-    params = {"shared": RNG.normal(size=(5, 6)).astype(np.float32), "own": RNG.normal(size=(6, 6)).astype(np.float32)}
+@pytest.mark.parametrize("optimizer", [None, optax.adamw(1e-3), optax.lion(1e-3)], ids=["none", "adamw", "lion"])
+def test_a_narrow_accumulator_is_found_beside_narrow_products(how: str, of_narrow: bool, optimizer: Any) -> None:
+    params: Any = {
+        "shared": RNG.normal(size=(5, 6)).astype(np.float32),
+        "own": RNG.normal(size=(6, 6)).astype(np.float32),
+    }
 
     def make(k: int, dtype: Any) -> Any:
         def step(p: Any, batch: Any) -> Any:
@@ -184,9 +188,16 @@ def test_a_narrow_accumulator_is_found_beside_narrow_products(how: str, of_narro
             total = added_by(how, add, zeros, gradient, batch.reshape(k, -1, 5))
             return jax.tree.map(lambda a: a.astype(jnp.float32) / 8, total)
 
-        return jax.jit(step)
+        def updating(state: Any, batch: Any) -> Any:
+            updates, new = optimizer.update(step(state[0], batch), state[1], state[0])
+            return optax.apply_updates(state[0], updates), new
 
-    causes = [checked(partial(make, dtype=x), jnp.asarray(X), params).cause for x in (jnp.float32, NARROW)]
+        return jax.jit(updating if optimizer else step)
+
+    options: dict[str, Any] = {"returns": "gradients"}
+    if optimizer is not None:
+        params, options = (params, optimizer.init(params)), {"returns": "params"}
+    causes = [checked(partial(make, dtype=x), jnp.asarray(X), params, **options).cause for x in (jnp.float32, NARROW)]
     assert causes == [None, Cause.PRECISION]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -178,6 +179,31 @@ def test_statistics_are_named(statistic: str) -> None:
     assert report.cause is Cause.STATISTICS, str(report)
 
 
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_bias_after_normalization_is_not_clipped(k: int) -> None:
+    """Copies of one example are normalized to 0, so the gradients of the biases of the logits have one norm."""
+    rng = np.random.default_rng(1)
+    shapes = {"w": (5, 16), "out": (16, 3)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    params["bias"] = np.zeros(3, np.float32)
+    batch = {"x": rng.normal(size=(8, 5)).astype(np.float32), "label": rng.integers(0, 3, 8).astype(np.int32)}
+
+    def make_step(k: int) -> Any:
+        def loss(p: Any, part: Any) -> Any:
+            h = part["x"] @ p["w"]
+            h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+            logs = jax.nn.log_softmax(jax.nn.relu(h) @ p["out"] + p["bias"])
+            return -jnp.take_along_axis(logs, part["label"][:, None], 1).mean()
+
+        def step(p: Any, batch: Any) -> Any:
+            return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+
+        return jax.jit(step)
+
+    report = check_step(make_step, params, batch, microbatches=(k,))
+    assert report.cause is Cause.STATISTICS and report.allowing("statistics").passes, str(report)
+
+
 def test_groups_that_are_divided_are_statistics() -> None:
     """Copies of one example in a group have no advantage, so mixtures of copies show nothing."""
 
@@ -224,6 +250,51 @@ def test_a_count_of_random_keys_is_no_step_count() -> None:
 
     report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
     assert report.cause is Cause.RANDOM, str(report)
+
+
+def draws_each(k: int, each: bool = True) -> Any:
+    """Draws a random number per example, by a key that is split once, or at each microbatch."""
+
+    def step(state: Any, batch: Any) -> Any:
+        key = state["key"]
+        drawn = jax.vmap(jax.random.uniform)(jax.random.split(key, len(batch)))
+        for _ in range(k if each else 1):
+            key, _ = jax.random.split(key)
+        sums = [jax.grad(lambda w, x=x: jnp.sum(x * w**2))(state["w"]) for x in jnp.split(batch * drawn, k)]
+        return {"key": key, "w": state["w"] - sum(sums[1:], sums[0]) / len(batch)}
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_a_random_key_that_is_split_at_each_microbatch_is_a_state(make_key: Any, each: bool) -> None:
+    state = {"key": make_key(0), "w": np.float32(0.5)}
+    report = check_step(partial(draws_each, each=each), state, np.arange(1, 9, dtype=np.float32), returns="params")
+    assert report.cause is (Cause.ADVANCED if each else None), str(report)
+    assert report.allowing("state").passes, str(report.allowing("state"))
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("by_means", [False, True])
+def test_random_keys_of_examples_move_with_them(by_means: bool, typed: bool) -> None:
+    keys = jax.random.split(jax.random.key(0), len(BATCH["length"]))
+    batch = BATCH | {"key": keys if typed else jax.random.key_data(keys)}
+
+    def make_step(k: int) -> Any:
+        def loss(p: Any, part: Any, total: Any) -> Any:
+            scores = part["x"] @ p["w"] + p["b"] * jax.vmap(jax.random.uniform)(part["key"])
+            return ((scores - part["y"]) ** 2 * part["length"]).sum() / total
+
+        def step(p: Any, batch: Any) -> Any:
+            totals = [part["length"].sum() * k if by_means else batch["length"].sum() for part in parts(batch, k)]
+            grads = [jax.grad(loss)(p, *x) for x in zip(parts(batch, k), totals, strict=True)]
+            return jax.tree.map(lambda *x: sum(x), *grads)
+
+        return jax.jit(step)
+
+    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    assert report.cause is (Cause.MEAN_OF_MEANS if by_means else None), str(report)
 
 
 @pytest.mark.parametrize("by_means", [False, True])
