@@ -95,10 +95,11 @@ class Accumulate(Wrapper):
     Training resumes bit for bit from a ``.keras`` file saved in the middle of a window, on either backend, with the
     same number of replicas or more; with fewer, windows are merged. (With another number, weight the microbatches, as
     `FlushAtEpochEnd` does: without weights, a microbatch counts 1 on each replica.) A partial window can also continue
-    with a different ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and changes nothing, if the
-    window already has ``every`` microbatches or more, or if the reduction, precision or wire differs or the dtype is
-    narrower. A tf.train.Checkpoint resumes with the same settings (with a shorter ``every``, the next microbatch
-    completes the window) on one replica; with several it holds only the first replica's window, so flush before saving.
+    with a different ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and leaves the window as it is
+    (Keras loads the model and the inner optimizer), if the saved window already has ``every`` microbatches or more, or
+    if the reduction, precision or wire differs or the dtype is narrower. A tf.train.Checkpoint resumes with the same
+    settings (with a shorter ``every``, the next microbatch completes the window) on one replica; with several it holds
+    only the first replica's window, so flush before saving.
     A pickled or deep-copied optimizer has its values again once it is built; built with variables of other shapes, it
     warns and begins anew.
 

@@ -50,12 +50,13 @@ class Cause(StrEnum):
 
 
 _SUMS = "return sums and counts from each microbatch, add up both, and divide once at the end"
+_RATE = "if the learning rate depends on the number of microbatches, change that"
 _AT_THE_END = "apply it once, to the combined gradient at the end of a window"
 
 REMEDIES = {
     Cause.MEAN_OF_MEANS: f"{_SUMS}; or weight each mean by its number of tokens or examples",
-    Cause.SUM: "divide by the sum of the weights, or average instead of adding",
-    Cause.SCALED: "divide once, by the sum of the weights, and not also by the number of microbatches or devices",
+    Cause.SUM: f"divide by the sum of the weights, or average instead of adding; {_RATE}",
+    Cause.SCALED: f"divide once, by the sum of the weights, and not also by numbers of microbatches or devices; {_RATE}",
     Cause.COEFFICIENTS: "weight each microbatch by the number of tokens or examples that its loss is a mean over",
     Cause.DENOMINATOR: "divide each term of the loss by its own total count over the window (docs/losses.md)",
     Cause.CHANGED_BEFORE: _AT_THE_END,
