@@ -212,8 +212,9 @@ def _levels(
             elif len(np.unique(times[real])) <= 2:  # more are the powers of a decay, below
                 yield Cause.DOUBLED, twice, exact
     for name, pieces in divided.items():
-        if all(np.ptp(r[(p > 0) & real]) < SAME * np.abs(r).max() for p in pieces if (p > 0)[real].any()):
-            factors = [float(np.mean(r[(p > 0) & real])) for p in pieces]
+        counted = [(p > 0) & real for p in pieces]
+        if all(x.any() and np.ptp(r[x]) < SAME * np.abs(r).max() for x in counted):
+            factors = [float(np.mean(r[x])) for x in counted]
             factors = [a if abs(a) > 2.0**-20 * max(map(abs, factors)) else 0.0 for a in factors]
             exact = np.where(real, c * sum(a * (p > 0) for a, p in zip(factors, pieces, strict=True)), 0)
             text = f"the right weights are multiplied by {', '.join(f'{a:.4g}' for a in factors)}"

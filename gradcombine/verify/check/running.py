@@ -113,7 +113,7 @@ class Subject:
         self._params, self._params_structure = flattened(params)
         for path, x in zip(self._params_structure.paths(), self._params, strict=True):
             if returns_params and isinstance(x, float | complex):
-                raise invalid("an array as a parameter that the step returns", f"{type(x).__name__} {x}", path)
+                raise invalid("arrays as parameters that the step returns (see eqx.partition)", repr(x), path)
         self.batch = batch
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None

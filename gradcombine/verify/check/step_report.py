@@ -56,7 +56,7 @@ _AT_THE_END = "apply it once, to the combined gradient at the end of a window"
 REMEDIES = {
     Cause.MEAN_OF_MEANS: f"{_SUMS}; or weight each mean by its number of tokens or examples",
     Cause.SUM: f"divide by the sum of the weights, or average instead of adding; {_RATE}",
-    Cause.SCALED: f"divide once, by the sum of the weights, and not also by numbers of microbatches or devices; {_RATE}",
+    Cause.SCALED: f"divide once, by the sum of the weights, not also by numbers of microbatches or devices; {_RATE}",
     Cause.COEFFICIENTS: "weight each microbatch by the number of tokens or examples that its loss is a mean over",
     Cause.DENOMINATOR: "divide each term of the loss by its own total count over the window (docs/losses.md)",
     Cause.CHANGED_BEFORE: _AT_THE_END,
