@@ -82,9 +82,10 @@ def check_step(
         ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
         parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
         clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
-        compared. A second step is compared, too: it shows how often moments that start at 0 decay. In PyTorch, one
-        at perturbed parameters takes its place, and another from the same parameters shows whether gradients of the
-        first one remain (zero_grad is missing).
+        compared. A second step is compared, too, from its parameters and from perturbed ones: it shows how often
+        moments that start at 0 decay, and terms of the loss whose gradient is 0 at first. In PyTorch, one at perturbed
+        parameters takes its place, and another from the same parameters shows whether gradients of the first one
+        remain (zero_grad is missing).
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
