@@ -30,8 +30,10 @@ def faults_elsewhere(
     second = subject.returns_params and subject.framework != "torch"
     later = subject.after_one_batch() if second else subject
     places = {SECOND_STEP: later} if second else {}
-    # Accumulators are 0 at the start of a window; parameters that are 0 change in the first step.
-    places[PERTURBED] = later.perturbed(perturbation(0, 0.5, 0.0 if second else 0.5))
+    # Accumulators are 0 at the start of a window, parameters that are 0 change in the first step, and numbers in a
+    # state may be hyperparameters that have to be less than 1.
+    perturb = perturbation(0, 0.5, 0.0 if second else 0.5)
+    places[PERTURBED] = later.perturbed(lambda x: x if second and not x.ndim else perturb(x))
     for where, other in places.items():
         one: Result | None = None
         try:
