@@ -35,7 +35,7 @@ from gradcombine.verify.check.combinations import linear, microbatches, repeated
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized, perturbation
-from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved
+from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
@@ -98,10 +98,9 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
     """Yields causes that explain most of the leaves that differ, each leaf alone."""
     sizes, by_cause = [x.size for x in standard.best.floats], dict[Cause, list[tuple[int, str]]]()
     for i in differing:
-        if sizes[i] >= MIN_ELEMENTS:
-            x = explained(standard, case._replace(leaves=(i,)), (microbatches, linear))
-            if x is not None:
-                by_cause.setdefault(x.cause, []).append((i, x.detail))
+        x = None if sizes[i] < MIN_ELEMENTS else explained(standard, case._replace(leaves=(i,)), (microbatches, linear))
+        if x is not None:
+            by_cause.setdefault(x.cause, []).append((i, x.detail))
     for cause, seen in by_cause.items():
         if 2 * sum(sizes[i] for i, _ in seen) > sum(sizes[i] for i in differing):
             if cause is Cause.STATISTICS:
@@ -388,6 +387,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     partial(at_optimizer, early=False),
     partial(linear, by_fit=True),
     repeated,
+    moved_by_shares,
     partial(averaged, by_all=False),
     scaled,
     partial(microbatches, copied=False),

@@ -9,11 +9,13 @@ returns the division's result. A step that is cut off there returns gradients, a
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
+from math import gcd
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -21,7 +23,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
-from gradcombine.verify.check.leaves import array_of, perturbation
+from gradcombine.verify.check.leaves import array_of, perturbation, widened
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
@@ -66,6 +68,49 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
     for length, others in sorted(partial_cuts, key=lambda x: len(x[1])):
         with suppress(NotFiniteError, ValueError):
             yield Standard(_up_to(subject, length), standard.unit), others
+
+
+def updated_in_sequence(
+    standard: Standard, case: Case, batches: Sequence[Sequence[int]], weights: Sequence[float]
+) -> Iterator[list[np.ndarray]]:
+    """Yields the change of the parameters by one update per microbatch, for the earliest cuts of one batch's program.
+
+    Each update uses the gradient of its microbatch, at the parameters after the last update, times its weight.
+
+    Raises:
+      NotWide, NotFiniteError: if the step is not a JAX program, or cannot be run like this.
+    """
+    subject, one = standard.subject, _recorded(standard, ONE_BATCH)
+    start = [widened(x) for _, x in subject.param_leaves]
+    for length in _gradients(one, [x.shape for x in start]):
+        indices, state, counts = one.inputs(length), start, None
+        for rows, weight in zip(batches, weights, strict=True):
+            batch = subject.rows(rows)
+            values = [array_of(x) for x in subject.call(one.values(), batch, case.wide, start=state, counts=counts)[0]]
+            chosen = np.array([i in indices for i in range(len(values))])
+            replaced = [np.asarray(x * weight if y else x) for x, y in zip(values, chosen, strict=True)]
+            arguments = (batch, replaced, chosen), case.wide, one.rest
+            result = subject.run(ONE_BATCH, *arguments, start=state, counts=counts)
+            state, counts = [x + y for x, y in zip(state, result.floats, strict=False)], result.integers
+        yield [x - y for x, y in zip(state, start, strict=True)]
+
+
+def _gradients(one: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Returns numbers of last operations whose inputs have the shapes of the parameters, without their moments.
+
+    Moments have the same shapes, so a state has a multiple of them. Numbers in a state, such as a rate, are ignored if
+    there is no such length with them.
+    """
+    by_inputs: dict[tuple[int, ...], int] = {}
+    for least in (0, 1):
+        counts = Counter(shape for shape in shapes if len(shape) >= least)
+        common = gcd(*counts.values())
+        wanted = [Counter({x: n // d for x, n in counts.items()}) for d in range(1, common + 1) if common % d == 0]
+        for length in range(len(one.operations), 0, -1) if not by_inputs else ():
+            inputs = one.inputs(length)
+            if Counter(shape for shape in one.shapes(inputs) if len(shape) >= least) in wanted:
+                by_inputs.setdefault(inputs, length)
+    return list(by_inputs.values())[:CUTS]
 
 
 HIDDEN = 16

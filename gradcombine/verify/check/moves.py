@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by, weights_of
+from gradcombine.verify.check.inner import updated_in_sequence
 from gradcombine.verify.check.leaves import flat, widened
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -108,6 +110,22 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
         one, divided = (step.observe(subject.params, subject.batch).updates for step in steps)
         if divided != one:
             yield Prediction(Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch")
+
+
+def moved_by_shares(standard: Standard, case: Case) -> Iterator[Prediction]:
+    """Tries one update per microbatch by its share of the gradient, as its loss divided by their number gives.
+
+    The share shows in momentums, and in Adam's second moments.
+    """
+    subject, count = standard.subject, len(standard.subject.param_leaves)
+    for name, pieces in partitions(subject.examples, case.split).items() if subject.returns_params else ():
+        batches = [standard.copies(rows) for rows in pieces]
+        for weights in weights_of(standard, pieces):
+            with suppress(NotWide, ValueError):
+                for changes in updated_in_sequence(standard, case, batches, weights.tolist()):
+                    detail = f"{len(pieces)} updates in sequence, each by its share of the gradient{split_by(name)}"
+                    floats = [*changes, *standard.best.floats[count:]]
+                    yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
 
 
 def in_loop(standard: Standard, case: Case) -> Iterator[Prediction]:

@@ -318,6 +318,34 @@ def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
     assert report.cause is (Cause.UNEXPLAINED if by_means else None), str(report)
 
 
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("by_number", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adam(0.01), optax.adamw(0.01), optax.sgd(0.1, 0.9), optax.sgd(0.1)],
+    ids=["adam", "adamw", "momentum", "sgd"],
+)
+def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: Any, by_number: bool, k: int) -> None:
+    """The loss of a microbatch is divided by their number, or its sum by the tokens of the batch."""
+
+    def make_step(k: int) -> Any:
+        def loss(p: Any, part: Any, total: Any) -> Any:
+            return ((jnp.tanh(part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / total
+
+        def step(state: Any, batch: Any) -> Any:
+            params, moments = state
+            for part in parts(batch, k):
+                total = part["length"].sum() * k if by_number else batch["length"].sum()
+                updates, moments = optimizer.update(jax.grad(loss)(params, part, total), moments, params)
+                params = optax.apply_updates(params, updates)
+            return params, moments
+
+        return jax.jit(step)
+
+    report = check_step(make_step, (PARAMS, optimizer.init(PARAMS)), BATCH, microbatches=(k,), returns="params")
+    assert report.cause is Cause.MOVED_EACH, str(report)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_sum_is_no_addition_if_adam_hides_it_in_most_leaves(by_hand: bool) -> None:
     tx = optax.multi_transform({"adam": optax.adam(0.01), "sgd": optax.sgd(0.1)}, {"w": "adam", "b": "sgd"})
