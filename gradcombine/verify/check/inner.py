@@ -78,7 +78,7 @@ def updated_in_sequence(
     Each update uses the gradient of its microbatch, at the parameters after the last update, times its weight.
 
     Raises:
-      NotWide, NotFiniteError: if the step is not a JAX program, or cannot be run like this.
+      Exception: of any type, if the step cannot be traced by JAX, or not run like this.
     """
     subject, one = standard.subject, _recorded(standard, ONE_BATCH)
     start = [widened(x) for _, x in subject.param_leaves]

@@ -118,12 +118,14 @@ def moved_by_shares(standard: Standard, case: Case) -> Iterator[Prediction]:
     The share shows in momentums, and in Adam's second moments.
     """
     subject, count = standard.subject, len(standard.subject.param_leaves)
-    for name, pieces in partitions(subject.examples, case.split).items() if subject.returns_params else ():
-        batches = [standard.copies(rows) for rows in pieces]
-        for weights in weights_of(standard, pieces):
-            with suppress(NotWide, ValueError):
+    if not subject.returns_params:
+        return
+    with suppress(Exception):  # the step cannot be traced, or not run like this
+        for name, pieces in partitions(subject.examples, case.split).items():
+            batches = [standard.copies(rows) for rows in pieces]
+            detail = f"{len(pieces)} updates in sequence, each by its share of the gradient{split_by(name)}"
+            for weights in weights_of(standard, pieces):
                 for changes in updated_in_sequence(standard, case, batches, weights.tolist()):
-                    detail = f"{len(pieces)} updates in sequence, each by its share of the gradient{split_by(name)}"
                     floats = [*changes, *standard.best.floats[count:]]
                     yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
 

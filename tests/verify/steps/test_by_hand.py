@@ -103,7 +103,7 @@ def reshapes(sums: Any, k: int) -> Any:
     [
         (defects.right, {"batch": {"a": np.ones((4, 2)), "b": np.ones(3)}}, "4 examples along the first axis"),
         (defects.right, {"batch": {"a": np.float32(1)}}, "a batch of two examples or more, received none"),
-        (defects.right, {"params": [0.5], "returns": "params"}, r"leaf \[0\]: expected an array .* received float 0.5"),
+        (defects.right, {"params": [0.5], "returns": "params"}, r"leaf \[0\]: expected arrays .* received 0.5"),
         (defects.right, {"microbatches": ()}, "numbers of microbatches"),
         (defects.right, {"microbatches": (1,), "devices": [1]}, "a division of the batch .* received one batch alone"),
         (defects.right, {"microbatches": (0,)}, "a number of microbatches"),
