@@ -113,9 +113,9 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
 
 
 def moved_by_shares(standard: Standard, case: Case) -> Iterator[Prediction]:
-    """Tries one update per microbatch by its share of the gradient, as its loss divided by their number gives.
+    """Tries one optimizer step per microbatch, whose loss is divided by the batch's number of microbatches or tokens.
 
-    The share shows in momentums, and in Adam's second moments.
+    Momentums and Adam's second moments show this divisor.
     """
     subject, count = standard.subject, len(standard.subject.param_leaves)
     if not subject.returns_params:

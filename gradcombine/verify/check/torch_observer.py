@@ -161,13 +161,14 @@ def tensors_of(x: Any) -> dict[str, Any]:
 
 
 def arrays_of(value: Tree) -> Tree:
-    """Converts tensors to NumPy arrays, and modules and schedules to dicts of arrays; optimizers become None."""
+    """Converts tensors to NumPy arrays, and modules and schedules to dicts of arrays; other objects become None."""
     leaves, structure = flattened(value)
     arrays = [None if isinstance(x, OPAQUE) else converted(_contents(x)) for x in leaves]
     return tree.unflatten(structure, arrays)
 
 
 OPAQUE = torch.optim.Optimizer, torch.amp.GradScaler
+"""Objects whose state is not compared."""
 
 
 def _contents(x: Any) -> Any:

@@ -166,7 +166,8 @@ class TorchStep:
         for x in leaves:
             if wide and isinstance(x, torch.optim.Optimizer):
                 x.state.update({p: each(to_wide, state) for p, state in x.state.items()})
-            if hasattr(x, "optimizer"):  # a schedule, which would warn that its optimizer's copy does not count steps
+            if isinstance(x, torch.optim.lr_scheduler.LRScheduler):
+                # It would warn that the copy of its optimizer does not count steps.
                 counted: Any = partial(x.optimizer.step)
                 counted._wrapped_by_lr_sched = x.optimizer._opt_called = True
                 x.optimizer.step = counted

@@ -312,3 +312,20 @@ def test_a_ledger_has_the_number_of_the_place_or_the_one_that_is_given(door: Any
     assert gc.ledger.read(state) == gc.ledger.Ledger((0, 1, 3), (2,), (1,))
     with pytest.raises(gc.GradCombineError, match="no number, or a reduction that is numbered"):
         accumulate(NEGATE, 4).update(grads, accumulate(NEGATE, 4).init(PARAMS), PARAMS, number=0)
+
+
+def test_a_window_in_a_tree_continues_with_a_length_of_as_many_bits() -> None:
+    """Of 4 microbatches, saved after 2; with 8, only if `max_every` sizes both, which takes a function."""
+    _, state = run(accumulate(NEGATE, 4, order="tree"), PARAMS, vectors(1, 2))
+    with pytest.raises(gc.GradCombineError, match="expected a state of 4 levels, received 3"):
+        accumulate(NEGATE, 8, order="tree").update(vectors(3)[0], state, PARAMS)
+    updates = PARAMS
+    for grads in vectors(3, 4, 5):
+        updates, state = accumulate(NEGATE, 5, order="tree").update(grads, state, PARAMS)
+    assert updates["w"].tolist() == [-3, -3]
+
+    before, after = (accumulate(NEGATE, lambda _, n=n: n, order="tree", max_every=8) for n in (4, 8))
+    _, state = run(before, PARAMS, vectors(1, 2))
+    for grads in vectors(3, 4, 5, 6, 7, 8):
+        updates, state = after.update(grads, state, PARAMS)
+    assert updates["w"].tolist() == [-4.5, -4.5]

@@ -257,3 +257,9 @@ def test_the_steps_of_a_schedule_are_compared(chained: bool, each: bool) -> None
     report = check_step(make_step, {"model": model, "schedule": schedule}, BATCH, returns="params")
     assert report.passes is not each and report.cause is (Cause.COUNTED if each else None), report
     assert not each or report.faults[0].detail.endswith("2 instead of 1, in leaf [0]['schedule']['steps']")
+
+
+def test_a_module_may_have_an_attribute_named_optimizer() -> None:
+    model: Any = net()
+    model.optimizer = None
+    assert check_step(window, model, BATCH, returns="params").passes
