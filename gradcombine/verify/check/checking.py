@@ -25,7 +25,7 @@ from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import as_floats
+from gradcombine.verify.check.leaves import as_floats, rms
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
@@ -36,7 +36,6 @@ from gradcombine.verify.check.running import (
     Split,
     Step,
     Subject,
-    rms,
 )
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause, Fault, StepReport, StepRun

@@ -36,7 +36,7 @@ from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
-from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split, rms
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
@@ -363,7 +363,7 @@ def narrow(standard: Standard, case: Case) -> Iterator[Prediction]:
         return
     limits = [(2 * x.microbatches + 1) * NARROW * sizes + allowed for x in (case.split, other)]
     if all(np.all(np.abs(x) <= limit) for x, limit in zip((error, errors[0]), limits, strict=True)):
-        size = f"{rms(error):.3g} on average, and {rms(errors[0]):.3g} with {other}"
+        size = f"{np.abs(error).max():.3g} at most, and {np.abs(errors[0]).max():.3g} with {other}"
         yield Prediction(Cause.PRECISION, f"errors are within 16-bit rounding: {size}")
 
 

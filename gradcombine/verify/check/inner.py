@@ -23,7 +23,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
-from gradcombine.verify.check.leaves import array_of, perturbation, widened
+from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
@@ -81,7 +81,7 @@ def updated_in_sequence(
       Exception: of any type, if the step cannot be traced by JAX, or not run like this.
     """
     subject, one = standard.subject, _recorded(standard, ONE_BATCH)
-    start = [widened(x) for _, x in subject.param_leaves]
+    start = subject.start
     for length in _gradients(one, [x.shape for x in start]):
         indices, state, counts = one.inputs(length), start, None
         for rows, weight in zip(batches, weights, strict=True):
@@ -91,8 +91,9 @@ def updated_in_sequence(
             replaced = [np.asarray(x * weight if y else x) for x, y in zip(values, chosen, strict=True)]
             arguments = (batch, replaced, chosen), case.wide, one.rest
             result = subject.run(ONE_BATCH, *arguments, start=state, counts=counts)
-            state, counts = [x + y for x, y in zip(state, result.floats, strict=False)], result.integers
-        yield [x - y for x, y in zip(state, start, strict=True)]
+            state = [changed(x, y) for x, y in zip(state, result.floats, strict=False)]
+            counts = result.integers
+        yield [change(x, y) for x, y in zip(state, start, strict=True)]
 
 
 def _gradients(one: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:

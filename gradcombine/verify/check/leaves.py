@@ -62,16 +62,37 @@ def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndar
     """Returns a function that perturbs each element by a random relative error of up to ``unit``.
 
     Zeros become positive numbers of up to ``zero * unit``. No sign changes, because optimizer states hold squares whose
-    root is taken.
+    root is taken. Infinite and the largest finite numbers, as in the mask of attention, do not change.
     """
     rng = np.random.default_rng(seed)
 
     def perturb(x: np.ndarray) -> np.ndarray:
         wide = widened(x)
         errors = unit * rng.uniform(-1, 1, x.shape)
-        return np.where(wide == 0, zero * np.abs(errors), wide + errors * wide).astype(x.dtype)
+        with np.errstate(all="ignore"):
+            perturbed = np.where(wide == 0, zero * np.abs(errors), wide + errors * wide).astype(x.dtype)
+        return np.where(np.isfinite(perturbed), perturbed, x)
 
     return perturb
+
+
+def change(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Returns the change of each element; the new value where the old one is infinite, as that of a best loss may be.
+
+    An infinite element that stays, as in the mask of attention, has a change of 0.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(old), np.where(new == old, 0, new), new - old)
+
+
+def changed(old: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Returns the new value of each element, from its `change`."""
+    return np.where(np.isinf(old) & (by != 0), by, old + by)
+
+
+def finite(x: np.ndarray) -> np.ndarray:
+    """Returns the array with 0 in place of infinities."""
+    return np.where(np.isinf(x), np.zeros_like(x), x)
 
 
 def copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
@@ -113,6 +134,12 @@ def are_exact(x: Any) -> np.ndarray:
     return digits == np.round(digits)
 
 
+def but_exact(noise: Callable[[np.ndarray], np.ndarray], like: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns ``noise`` that leaves elements without a rounding error unchanged."""
+    exact = are_exact(like)
+    return lambda x: np.where(exact, x, noise(x)).astype(x.dtype)
+
+
 def is_float(x: Any) -> bool:
     return is_present(x) and _is_array(x) and is_float_dtype(dtype_of(x))
 
@@ -144,6 +171,12 @@ def as_floats(x: np.ndarray) -> np.ndarray:
 def flat(arrays: Iterable[np.ndarray | None]) -> np.ndarray:
     """Returns the elements of all arrays as one float64 vector."""
     return np.concatenate([np.zeros(0), *(x.ravel().astype(np.float64) for x in arrays if x is not None)])
+
+
+def rms(x: np.ndarray) -> float:
+    """Returns the root mean square of float64 numbers of any size."""
+    largest = float(np.abs(x).max(initial=0))
+    return float(largest * np.sqrt(np.mean(np.square(x / largest)))) if largest else 0.0
 
 
 def _is_sparse(x: Any) -> bool:

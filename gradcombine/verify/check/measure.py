@@ -23,7 +23,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, over, perturbation
+from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, over, perturbation, rms
 from gradcombine.verify.check.running import (
     ONE_BATCH,
     Floats,
@@ -33,7 +33,6 @@ from gradcombine.verify.check.running import (
     Rows,
     Split,
     Subject,
-    rms,
 )
 from gradcombine.verify.compare.ulp import rounding_unit
 

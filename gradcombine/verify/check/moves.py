@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by, weights_of
 from gradcombine.verify.check.inner import updated_in_sequence
-from gradcombine.verify.check.leaves import flat, widened
+from gradcombine.verify.check.leaves import changed, flat, widened
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
@@ -91,7 +91,7 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
     subject = standard.subject
     if not subject.returns_params:
         return
-    start = [widened(x) for _, x in subject.param_leaves]
+    start = subject.start
     count, others = len(start), standard.best.floats[len(start) :]
     leaves = [i for i in range(count) if i not in standard.order_dependent] or range(count)
     for name, pieces in partitions(subject.examples, case.split).items():
@@ -240,12 +240,13 @@ def in_sequence(
       factor: of the changes of the state.
     """
     subject, results, counts = standard.subject, list[Floats](), None
-    state = [widened(x) for _, x in subject.param_leaves]
+    state = subject.start
     for rows in batches:
         result = subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state, counts=counts)
         results.append(result.floats)
         counts = result.integers if len(moving) == len(state) else None
-        state = [x + factor * results[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(state)]
+        for i in moving:
+            state[i] = changed(state[i], factor * result.floats[i].reshape(state[i].shape))
     return results
 
 

@@ -15,18 +15,21 @@ from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.errors import GradCombineError, invalid, require_equal
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
-    are_exact,
     array_of,
     as_floats,
     as_framework_of,
+    but_exact,
+    change,
     copied,
     examples,
+    finite,
     flattened,
     is_float,
     is_float_dtype,
     is_integers,
     is_present,
     on_each_device,
+    rms,
     shape_of,
     taken,
     widened,
@@ -156,9 +159,14 @@ class Subject:
 
     @property
     def param_leaves(self) -> list[tuple[str, np.ndarray]]:
-        """Paths and values of the float parameters."""
+        """Paths and values of the float parameters, with 0 in place of infinities."""
         pairs = zip(self._params_structure.paths(), self._params, strict=True)
-        return [(path, array_of(x)) for path, x in pairs if is_float(x)]
+        return [(path, finite(array_of(x))) for path, x in pairs if is_float(x)]
+
+    @property
+    def start(self) -> list[np.ndarray]:
+        """Values of the float parameters, in float64."""
+        return [widened(array_of(x)) for x in self._params if is_float(x)]
 
     def step(self, split: Split) -> Step:
         """Returns the cached step of a division."""
@@ -247,7 +255,7 @@ class Subject:
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
             arguments = [copied(x, wide, noise) for x in params]
             leaves, structure = flattened(batch)
-            rows = [copied(x, wide, None if batch_noise is None else _but_exact(batch_noise, x)) for x in leaves]
+            rows = [copied(x, wide, None if batch_noise is None else but_exact(batch_noise, x)) for x in leaves]
             before = [array_of(x).copy() for x in arguments if is_float(x)]  # a step may change them in place
             if program is not None and not program.problem:
                 return program([*arguments, *rows]), before
@@ -335,7 +343,7 @@ class Subject:
             for name, x, y in zip(self.names, new, before, strict=False):
                 if x.shape != y.shape:
                     raise invalid(f"a new parameter of the same shape {y.shape}", x.shape, name)
-            wide = [x - widened(y) for x, y in zip(new, before, strict=True)] + others
+            wide = [change(x, widened(y)) for x, y in zip(new, before, strict=True)] + others
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
@@ -361,11 +369,6 @@ class Subject:
             raise tree.difference(self._structure, structure)
 
 
-def _but_exact(noise: Callable[[np.ndarray], np.ndarray], like: Any) -> Callable[[np.ndarray], np.ndarray]:
-    exact = are_exact(like)
-    return lambda x: np.where(exact, x, noise(x)).astype(x.dtype)
-
-
 _KINDS = {"integer": "integers", "float": "floats", "complex": "complex numbers"}
 
 
@@ -377,19 +380,15 @@ class NotFiniteError(GradCombineError):
 
 
 def _differs_on_devices(leaf: Any, array: np.ndarray) -> bool:
-    allowed = REPEATED * rounding_unit(array.dtype) * rms(as_floats(array))
-    return not all(rms(as_floats(x) - as_floats(array)) <= allowed for x in on_each_device(leaf)[1:])  # also for NaN
+    base, copies = as_floats(array), map(as_floats, on_each_device(leaf)[1:])
+    allowed = REPEATED * rounding_unit(array.dtype) * rms(finite(base))
+    far = (rms(finite(x) - finite(base)) if np.array_equal(np.isinf(x), np.isinf(base)) else np.inf for x in copies)
+    return not all(x <= allowed for x in far)  # also for NaN
 
 
 REPEATED = 64
 """Units of rounding by which a repeated result, or one on another device, may differ: parallel additions have no fixed
 order."""
-
-
-def rms(x: np.ndarray) -> float:
-    """Returns the root mean square of float64 numbers of any size."""
-    largest = float(np.abs(x).max(initial=0))
-    return float(largest * np.sqrt(np.mean(np.square(x / largest)))) if largest else 0.0
 
 
 def line(error: Exception) -> str:

@@ -263,3 +263,23 @@ def test_a_module_may_have_an_attribute_named_optimizer() -> None:
     model: Any = net()
     model.optimizer = None
     assert check_step(window, model, BATCH, returns="params").passes
+
+
+class Attention(torch.nn.Module):
+    """Attention whose mask, a buffer, holds infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(1, 1)
+        self.register_buffer("mask", torch.tril(torch.full((5, 5), -torch.inf), -1))
+
+    def forward(self, x: Any) -> Any:
+        x = x[..., None]
+        return (torch.softmax(self.query(x) @ x.mT + self.mask, -1) @ x)[..., 0]
+
+
+@pytest.mark.parametrize(("total", "cause"), [(ROWS, None), (0, Cause.SUM)])
+def test_a_mask_may_be_infinite(total: int, cause: Cause | None) -> None:
+    torch.manual_seed(0)
+    report = check_step(partial(window, total=total), Attention(), BATCH, returns="params")
+    assert report.cause is cause, str(report)

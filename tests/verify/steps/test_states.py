@@ -94,6 +94,36 @@ def test_what_is_updated_at_each_microbatch_is_named(
     assert detail in report.faults[0].detail
 
 
+def keeps_the_best(k: int, combine: Any, updates: int = 1) -> Step:
+    """Keeps the least size of a gradient, which is infinite at the start; a mask takes a token out of the softmax."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, best = state["params"], state["best"]
+        for part in defects.pieces(batch, updates):
+            masked = [*params[:2], params[2] + state["mask"]]
+            grads = combine(by_hand.sums, k // updates)(masked, part)
+            best = np.minimum(best, np.abs(grads[1]).mean())
+            params = updated(params, grads, 0.1)
+        return {"params": params, "best": best, "mask": state["mask"]}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (lambda k: keeps_the_best(k, defects.right), None),
+        (lambda k: keeps_the_best(k, defects.mean_of_means), Cause.MEAN_OF_MEANS),
+        (lambda k: keeps_the_best(k, defects.right, updates=k), Cause.MOVED_EACH),
+    ],
+)
+def test_a_state_may_be_infinite(make: Callable[[int], Step], cause: Cause | None) -> None:
+    best, mask = np.array(np.inf, np.float32), np.zeros(by_hand.VOCABULARY, np.float32)
+    mask[0] = -np.inf  # no example has token 0
+    report = checked(make, best=best, mask=mask)
+    assert report.cause is cause, str(report)
+
+
 def has_momentum(k: int, each: bool) -> Step:
     """Moves along a momentum, which decays once, or at each microbatch."""
 
