@@ -6,7 +6,8 @@ Distances are root mean squares over a leaf. Their bound is measured on the step
 
 - noise: the change of one batch's result if each parameter and each number in the batch changes at random by up to two
   units of rounding; in float64, where it includes no other rounding, if the step runs in it. The unit roundoff u is
-  that of the narrowest operands of the step's matrix products. New parameters add u |p|, because they are stored.
+  that of the narrowest operands of the step's matrix products. New parameters add v |p|, because they are stored with
+  the unit roundoff v of their dtype.
 - m u bounds the relative error of m roundings in a sum of the n examples' gradients g_e in any order, for any u (C.-P.
   Jeannerod and S. M. Rump, *Improved error bounds for inner products in floating-point arithmetic*, 2013).
 """
@@ -105,7 +106,7 @@ class Measured:
         stored = np.zeros(len(sizes))
         if subject.returns_params:
             params = [rms(x) for _, x in subject.param_leaves]
-            stored[: len(params)] = self.roundoffs[: len(params)] * params
+            stored[: len(params)] = (self.roundoffs if unit else leaves)[: len(params)] * params
         columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
         sums = (2 * min(subject.examples, EACH) + 5) * self.unit * largest

@@ -71,6 +71,13 @@ def narrow_sum(k: int, scale: float = 1.0, dtype: Any = NARROW) -> Any:
     return step
 
 
+def stores(w: Any, batch: Any, k: int, rounds: Callable[[int], bool]) -> Any:
+    """Float32 parameters beside narrow products, which some divisions round to the narrow dtype."""
+    new = w - 1e-3 * right(w, batch, k, NARROW)
+    return new.astype(NARROW).astype(w.dtype) if rounds(k) else new
+
+
+THIRDS = {"params": W / 3, "returns": "params"}
 MANY = {"x": np.tile(X, (64, 1)), "y": np.tile(BATCH["y"] + 9, 64), "mask": np.ones(512, np.float32)}
 NO_MASK = BATCH | {"mask": np.ones(8, np.float32)}
 ADAM = optax.adam(1e-2, mu_dtype=NARROW)
@@ -83,6 +90,12 @@ DEFECTS: dict[str, tuple[Callable[[int], Any], Any, dict[str, Any], Cause]] = {
     "narrow products and few narrow additions": (narrow_sum, BATCH, {}, Cause.PRECISION),
     "narrow products and underflow": (
         partial(narrow_sum, scale=1e-9, dtype=jnp.float16), BATCH, {}, Cause.PRECISION,
+    ),
+    "narrow products and narrow parameters": (
+        jitted(partial(stores, rounds=lambda k: True)), BATCH, THIRDS, Cause.INACCURATE,
+    ),
+    "narrow products and narrow parameters in divisions": (
+        jitted(partial(stores, rounds=lambda k: k > 1)), BATCH, THIRDS, Cause.PRECISION,
     ),
     "a narrower result": (
         lambda k: lambda w, b: right(w, b, k).astype(jnp.float32 if k == 1 else NARROW), BATCH, {}, Cause.PRECISION,
@@ -128,6 +141,7 @@ RIGHT: dict[str, tuple[Callable[[int], Any], dict[str, Any]]] = {
     "a metric in bfloat16": (jitted(lambda w, b, k: (right(w, b, k), loss(w, b).astype(NARROW))), {}),
     "weights in float64": (in_float64, {}),
     "narrow products": (jitted(partial(right, dtype=NARROW)), {}),
+    "narrow products and new parameters": (jitted(partial(stores, rounds=lambda k: False)), THIRDS),
 }  # fmt: skip
 
 
