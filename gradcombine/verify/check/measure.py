@@ -25,16 +25,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
 from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, over, perturbation, rms
-from gradcombine.verify.check.running import (
-    ONE_BATCH,
-    Floats,
-    NotFiniteError,
-    NotWide,
-    Result,
-    Rows,
-    Split,
-    Subject,
-)
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Rows, Split, Subject
 from gradcombine.verify.compare.ulp import rounding_unit
 
 EACH = 64
@@ -137,6 +128,13 @@ class Measured:
     def gradients(self) -> list[int]:
         """Indices of the leaves that belong to parameters, unlike metrics; all leaves if none are known."""
         return sorted(self.params) or [*range(len(self.names))]
+
+    @cached_property
+    def observed(self) -> list[int]:
+        """Leaves that are gradients which PyTorch optimizers received; empty if there are none."""
+        if self.subject.framework != "torch" or not self.subject.returns_params:
+            return []
+        return import_module("gradcombine.verify.check.torch_steps").observed(self.names)
 
     @property
     def is_narrow(self) -> bool:
@@ -278,7 +276,8 @@ class Measured:
         dtype, results = step_program.rounded_sums(self.subject, split)
         effect = np.zeros(len(self.names))
         if results:
-            of_float32 = [i for i in self.gradients if rounding_unit(self.native.dtypes[i]) <= FLOAT32_UNIT]
+            leaves, dtypes = {*self.gradients, *self.observed}, self.native.dtypes
+            of_float32 = [i for i in leaves if rounding_unit(dtypes[i]) <= FLOAT32_UNIT]
             exact, rounded = results
             effect[of_float32] = self.float32_shares(rounded.floats, exact.floats)[of_float32]
         return dtype, effect

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -97,13 +96,6 @@ class Standard(Measured):
     def hides_sizes(self) -> bool:
         """Whether the result hides the sizes of gradients, unless the gradients are compared themselves."""
         return bool(self.uninformative(faults=True))
-
-    @cached_property
-    def observed(self) -> list[int]:
-        """Leaves that are gradients which PyTorch optimizers received; empty if there are none."""
-        if self.subject.framework != "torch" or not self.subject.returns_params:
-            return []
-        return import_module("gradcombine.verify.check.torch_steps").observed(self.names)
 
     def _linear(self) -> set[int]:
         """Leaves that are linear in examples that differ, and so show the sizes of their gradients."""

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -128,6 +129,8 @@ def rounded_sums(subject: Subject, split: Split) -> tuple[str, list[Result]]:
 
     The dtype is empty if there are none, and the list if the step does not run in float64.
     """
+    if subject.framework == "torch":
+        return import_module("gradcombine.verify.check.torch_sums").rounded_sums(subject, split)
     sums, terms = narrow_sums(subject, split)
     if not sums:
         return "", []

@@ -109,7 +109,7 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         draws = torch.Tag.nondeterministic_seeded in func.tags and _value(func, "dropout_p", args, kwargs) != 0
         if not self.wide or self._point:
-            self._record(str(func), [x for x in _tensors_in((args, kwargs)) if x.is_floating_point()], draws)
+            self._record(str(func), [x for x in tensors_in((args, kwargs)) if x.is_floating_point()], draws)
         if not self.wide:
             return func(*args, **kwargs)
         mutated = 1 if func._schema.is_mutable else 0
@@ -119,10 +119,10 @@ class Observer(TorchDispatchMode):
         if "_amp_" in func.__name__:  # gradient scaling requires float32
             narrow = [_narrow(x) if isinstance(x, torch.Tensor) else x for x in args]
             result = func(*narrow, **kwargs)
-            for x, y in zip(_tensors_in(args[:2]), _tensors_in(narrow[:2]), strict=True):
+            for x, y in zip(tensors_in(args[:2]), tensors_in(narrow[:2]), strict=True):
                 x.copy_(y)
             return result
-        if any(x.dtype in WIDE for x in _tensors_in(args[:mutated])):
+        if any(x.dtype in WIDE for x in tensors_in(args[:mutated])):
             raise NotWide(f"{func} changes a tensor narrower than float64 in place")
         result = func(*args[:mutated], *each(to_wide, args[mutated:]), **each(to_wide, kwargs))
         return result if mutated else each(to_wide, result)
@@ -205,13 +205,13 @@ def _value(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     return kwargs.get(name, arguments[index].default_value)
 
 
-def _tensors_in(x: Any) -> Iterator[Any]:
+def tensors_in(x: Any) -> Iterator[Any]:
     """Yields the tensors among the arguments of an operation."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, (list, tuple, dict)):
         for item in x.values() if isinstance(x, dict) else x:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 def each(change: Callable[[Any], Any], x: Any) -> Any:
