@@ -17,7 +17,7 @@ import tensorflow as tf
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices
-from gradcombine.backends.tensorflow_functions import compiles, function, in_loop, totals
+from gradcombine.backends.tensorflow_functions import compiles, function, in_float32, in_loop, totals
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, DType, Leaf, Tree
 
@@ -42,7 +42,10 @@ class TensorflowBackend(Backend):
         if isinstance(leaf, tf.TensorSpec):
             raise invalid("a tensor", f"the shape/dtype spec {leaf}")
         try:
-            tensor = tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
+            if isinstance(leaf, tf.IndexedSlices):
+                tensor = tf.cast(tf.convert_to_tensor(in_float32(leaf)), leaf.dtype)
+            else:
+                tensor = tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
         except GradCombineError:
             raise
         except (TypeError, ValueError):

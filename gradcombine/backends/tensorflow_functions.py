@@ -1,5 +1,5 @@
 # pyright: standard
-"""Kernels as tf.functions: traced once, compiled by XLA, or run in a loop."""
+"""Kernels as tf.functions: traced once, compiled by XLA, or run in a loop; sparse gradients in float32."""
 
 from __future__ import annotations
 
@@ -74,3 +74,10 @@ def compiles() -> bool:
         except (tf.errors.OpError, ValueError):
             return False
     return True
+
+
+def in_float32(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns slices with 16-bit values in float32, so that adding duplicate rows does not round each addition."""
+    if slices.values.dtype not in (tf.float16, tf.bfloat16):
+        return slices
+    return tf.IndexedSlices(tf.cast(slices.values, tf.float32), slices.indices, slices.dense_shape)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine.backends.protocol import Collective
+from gradcombine.backends.tensorflow_functions import in_float32
 from gradcombine.errors import invalid, operation, require_equal, require_given, translate_errors
 from gradcombine.sparse import RowSparse, row_sparse
 from gradcombine.types import Array, Scalar
@@ -76,6 +77,8 @@ def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
 def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
     """Converts slices to a dense tensor; duplicate rows are added in the order of the slices.
 
+    Those of 16-bit values are added in float32 and rounded once.
+
     Args:
       slices: the slices.
       shape: shape of the tensor; None: ``dense_shape``.
@@ -96,7 +99,8 @@ def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
     # Not tf.convert_to_tensor, which warns about the memory of a dense tensor.
     with translate_errors("indices of rows of the tensor", tf.errors.InvalidArgumentError):
         rows = tf.cast(slices.indices, tf.int64)[:, tf.newaxis]
-        return tf.tensor_scatter_nd_add(tf.zeros(shape, slices.values.dtype), rows, slices.values)
+        values = in_float32(slices).values
+        return tf.cast(tf.tensor_scatter_nd_add(tf.zeros(shape, values.dtype), rows, values), slices.dtype)
 
 
 def _require_rows(slices: tf.IndexedSlices, shape: tuple[int, ...]) -> None:

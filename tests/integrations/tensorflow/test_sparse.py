@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
+from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.integrations.tensorflow.indexed_slices import from_indexed_slices, to_indexed_slices
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.wrappers import sparse_as_dense
@@ -205,3 +206,21 @@ def test_a_row_too_many_stops_a_function_that_checks() -> None:
 def test_rows_without_elements(shape: tuple[int, ...]) -> None:
     made = to_dense(gc.sparse.row_sparse(tf.constant([1, 3, 1]), tf.zeros(shape), ROWS))
     assert tuple(made.shape) == (ROWS, *shape[1:])
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(tf.bfloat16, 300), (tf.float16, 3000)])
+def test_narrow_duplicate_rows_are_rounded_once(dtype: Any, count: int) -> None:
+    table = tf.Variable(tf.zeros((ROWS, 1), dtype))
+
+    def gradient(ids: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, ids))
+        return tape.gradient(loss, [table]), 1.0
+
+    step = AccumulatedStep(gradient, [table], lambda grads, tables: tables[0].assign(grads[0]), every=1)
+    step(tf.ones(count, tf.int32))
+    wanted = tf.cast(tf.constant([[0]] + [[count]] + [[0]] * (ROWS - 2)), dtype)
+    np.testing.assert_array_equal(table, wanted)
+    ones = tf.IndexedSlices(tf.ones((count, 1), dtype), tf.ones(count, tf.int32), tf.constant([ROWS, 1]))
+    for combined in (gc.add_n([ones]), gc.combine(sparse_as_dense(gc.reductions.sum("exact")), [ones]), to_dense(ones)):
+        np.testing.assert_array_equal(combined, wanted)
