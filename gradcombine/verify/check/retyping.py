@@ -265,9 +265,17 @@ def _cast(operation: Any, arguments: Arrays) -> Arrays:
     return (_bind if to_float else _bind_native)(operation, arguments)
 
 
+def scanned(params: Any) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried arrays of a scan."""
+    if "num_carry" in params:  # before JAX 0.12
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].elts
+    return len(consts.vals), len(carry.vals)
+
+
 def _scan(operation: Any, arguments: Arrays) -> Arrays:
     params = operation.params
-    consts, carries = params["num_consts"], params["num_carry"]
+    consts, carries = scanned(params)
     body = _closed(params["jaxpr"])
 
     def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -24,7 +24,7 @@ from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import flat, is_float_dtype
-from gradcombine.verify.check.retyping import DRAWS, inner, operations
+from gradcombine.verify.check.retyping import DRAWS, inner, operations, scanned
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Subject
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
@@ -175,7 +175,7 @@ def _bodies(x: Any) -> Iterator[tuple[Any, int, int]]:
     """Yields a control flow operation's bodies, the index of their first argument, and how many results they carry."""
     params = x.params
     if x.primitive.name == "scan":
-        yield params["jaxpr"].jaxpr, 0, params["num_carry"]
+        yield params["jaxpr"].jaxpr, 0, scanned(params)[1]
     elif x.primitive.name == "while":
         yield params["body_jaxpr"].jaxpr, params["cond_nconsts"], len(x.outvars)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from gradcombine.errors import invalid, operation, require_integer, require_numb
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
+from gradcombine.verify.diff.conflicts import crossed, tied
 from gradcombine.verify.diff.dumps import Dump, Entry
 from gradcombine.verify.diff.key_orders import common, flipped
 from gradcombine.verify.diff.mapping import (
@@ -21,6 +21,7 @@ from gradcombine.verify.diff.mapping import (
     Matching,
     Pair,
     Rules,
+    canonical,
     conventional_axes,
     last_word,
     match,
@@ -123,6 +124,7 @@ class DiffReport(NamedTuple):
       mixed_up: leaves of A that have no counterpart or do not resemble it, each with the leaf of B that it does
         resemble, as if names were swapped.
       tied: leaves without a counterpart that have the bits of another leaf on the same side, each with that leaf.
+      crossed: pairs matched by values that fail because their names imply another pair, with that leaf of B.
     """
 
     rows: tuple[Row, ...]
@@ -132,6 +134,7 @@ class DiffReport(NamedTuple):
     left_out: tuple[LeftOut, ...] = ()
     mixed_up: tuple[tuple[str, str], ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
+    crossed: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def passes(self) -> bool:
@@ -224,13 +227,17 @@ def diff(
     if reference is not None:
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
-    names_decide = _follow_names(rows)
+    names_decide, contradicting = _follow_names(rows), tuple(crossed(a, b, (row.pair for row in rows)))
+    otherwise = {pair[:2] for pair in contradicting}
+    upsamples = any(row.pair.flipped and not _may_be_depthwise(row) for row in rows)
     for i, row in enumerate(rows):
-        if row.transposed and (_swaps_spatial_axes(row) or (names_decide and _is_ambiguous(row))):
+        transposed = row.transposed and (_swaps_spatial_axes(row) or (names_decide and _is_ambiguous(row)))
+        flips = row.pair.flipped and not upsamples and _may_be_depthwise(row)
+        if transposed or flips or row.pair[:2] in otherwise:
             rows[i] = row._replace(passes=False)
     rows.sort(key=lambda row: (row.passes, *row.difference.badness))
-    tied = (*_tied(a, only_a), *_tied(b, only_b))
-    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows, only_a, only_b), tied)
+    twins, mixed_up = (*tied(a, only_a), *tied(b, only_b)), _mixed_up(a, b, rows, only_a, only_b)
+    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), mixed_up, twins, contradicting)
 
 
 def _follow_names(rows: Sequence[Row]) -> bool:
@@ -253,6 +260,17 @@ def _swaps_spatial_axes(row: Row) -> bool:
     return expected[channels] == found[channels]
 
 
+_UPSAMPLES = "transpos", "deconv", "up", "decoder"
+"""Beginnings of the words in names of transposed convolutions."""
+
+
+def _may_be_depthwise(row: Row) -> bool:
+    """Whether a kernel of a transposed convolution may be one of a depthwise convolution, by its shape and names."""
+    outputs = row.difference.shape[-1 if _is_kernel(row) else 1]
+    words = (word for name in row.pair[:2] for word in canonical(name))
+    return outputs == 1 and not any(word.startswith(_UPSAMPLES) for word in words)
+
+
 def _is_kernel(row: Row) -> bool:
     return last_word(row.pair.a) == "kernel"
 
@@ -265,27 +283,6 @@ def _is_ambiguous(row: Row) -> bool:
     ):
         return True
     return len(shape) > 1 and (shape[-1] == shape[-2] if _is_kernel(row) else shape[0] == shape[1])
-
-
-def _tied(dump: Dump, unmatched: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Unmatched leaves that have the bits of a matched one, such as output weights tied to an embedding."""
-    rest = set(unmatched)
-    types = {(dump[name].shape, dump[name].dtype) for name in unmatched if dump[name].size > 1}
-    matched: dict[tuple[object, ...], str] = {}
-    for name, leaf in dump.items():
-        if name not in rest and (leaf.shape, leaf.dtype) in types and not leaf.unread:
-            matched.setdefault(_bits_of(leaf), name)
-    for name in unmatched if matched else ():
-        if dump[name].size > 1 and (twin := matched.get(_bits_of(dump[name]))) is not None:
-            yield name, twin
-
-
-def _bits_of(leaf: Entry) -> tuple[object, ...]:
-    """Shape, dtype and SHA-256 of a leaf."""
-    digest = hashlib.sha256()
-    for piece in leaf.pieces():
-        digest.update(piece.tobytes())
-    return leaf.shape, leaf.dtype, digest.digest()
 
 
 TRIED = 64

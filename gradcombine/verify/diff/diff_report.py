@@ -43,7 +43,9 @@ def verdict(report: DiffReport | RunReport) -> str:
     judged = Counter(row.judgement.verdict for row in report.rows if row.judgement is not None)
     if report.passes:
         noise = " Both sides are within their rounding noise of the reference." if judged else ""
-        return f"All {len(report.rows):,} leaves ({report.elements:,} elements) pass.{noise}"
+        by_values = sum(row.pair.reason in ("values", "shape") for row in report.rows)
+        matched = f" {by_values:,} were matched by values or shape, not by name." if by_values else ""
+        return f"All {len(report.rows):,} leaves ({report.elements:,} elements) pass.{noise}{matched}"
     off = [(f"({verdict})", number) for verdict, number in judged.items() if verdict != "within noise"]
     counts = (
         *(off or [("do not pass", sum(not row.passes for row in report.rows))]),
@@ -79,6 +81,7 @@ def as_json(report: DiffReport | RunReport) -> dict[str, Any]:
         "left_out": [each._asdict() for each in report.left_out],
         "mixed_up": [list(each) for each in report.mixed_up],
         "tied": [list(each) for each in report.tied],
+        "crossed": [list(each) for each in report.crossed],
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
             | ({"flipped": row.pair.flipped} if row.pair.flipped else {})
@@ -124,7 +127,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         Section(
             "Kernels that are compared as those of transposed convolutions",
             "Equal with the spatial axes of B reversed, as between PyTorch and flax. Kernels of other convolutions are "
-            "not reversed.",
+            "not reversed; it fails if they may be those of depthwise convolutions.",
             columns=("leaf", "axes of B", "reversed axes"),
             rows=[
                 Cells((row.difference.name, _axes(row), ", ".join(map(str, row.pair.flipped))), row.passes)
@@ -159,6 +162,12 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             "They do not resemble the leaf that their names pair them with, or have none, as if leaves were swapped.",
             columns=("leaf of A", "resembles leaf of B"),
             rows=[Cells(each, False) for each in report.mixed_up],
+        ),
+        Section(
+            "Leaves that values match, but names pair with another leaf",
+            "As if layers were loaded in another order, or modules swapped. If it is intended, add a rule.",
+            columns=("leaf of A", "equal leaf of B", "leaf of B by name"),
+            rows=[Cells(each, False) for each in report.crossed],
         ),
         Section(
             "Leaves that differ, but are as small as the rounding error of the largest leaf",

@@ -155,11 +155,11 @@ SYNONYMS = {
     "beta": "bias",
     "gamma": "scale",
     "variance": "var",
-    "q": "query",
-    "k": "key",
-    "v": "value",
+    **dict.fromkeys(("q", "wq"), "query"),
+    **dict.fromkeys(("k", "wk"), "key"),
+    **dict.fromkeys(("v", "wv"), "value"),
+    **dict.fromkeys(("o", "wo", "output"), "out"),
     "attn": "attention",
-    "output": "out",
 }
 
 
