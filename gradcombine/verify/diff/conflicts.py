@@ -21,13 +21,15 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
     by_numbers: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
-        if pair.reason == "values" and a[pair.a].size <= MAX_SIZE:
-            shapes = a[pair.a].shape, b[pair.b].shape
-            by_numbers[(shapes, *(tuple(_parts(name)[0]) for name in pair[:2]))].append(pair)
-            by_module[(shapes, *(_around_module(name) for name in pair[:2]))].append(pair)
+        if pair.reason not in ("values", "similar name") or a[pair.a].size > MAX_SIZE or a[pair.a].unread:
+            continue
+        shapes = a[pair.a].shape, b[pair.b].shape
+        by_numbers[(shapes, *(tuple(_parts(name)[0]) for name in pair[:2]))].append(pair)
+        by_module[(shapes, *(_around_module(name) for name in pair[:2]))].append(pair)
     for group in by_numbers.values():
-        ordered = [sorted(group, key=lambda pair, i=i: _parts(pair[i])[1]) for i in (0, 1)]
-        yield from _contradicting(a, b, ((x, y.b) for x, y in zip(*ordered, strict=True)))
+        left = sorted(group, key=lambda pair: _parts(pair.a)[1])
+        right = sorted(group, key=lambda pair: _parts(pair.b)[1])
+        yield from _contradicting(a, b, ((x, y.b) for x, y in zip(left, right, strict=True)))
     for group in by_module.values():
         named = {_module(pair.b): pair.b for pair in group}
         if {_module(pair.a) for pair in group} == named.keys() and len(named) == len(group):

@@ -354,8 +354,8 @@ def test_vectors_of_contradictory_roles_are_not_matched_by_values() -> None:
 
 def test_a_kernel_that_is_compared_flipped_is_listed(tmp_path: Path) -> None:
     """As it may also be that of a plain convolution, flipped by mistake."""
-    kernel = RNG.normal(size=(3, 3, 1, 1))
-    np.savez(tmp_path / "a.npz", **{"c.weight": kernel[::-1, ::-1].transpose(3, 2, 0, 1)})
+    kernel = RNG.normal(size=(3, 3, 2, 2))
+    np.savez(tmp_path / "a.npz", **{"c.weight": kernel[::-1, ::-1].transpose(2, 3, 0, 1)})
     np.savez(tmp_path / "b.npz", **{"c/kernel": kernel})
     code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
     assert code == 0 and "compared as those of transposed convolutions" in output

@@ -1,0 +1,135 @@
+"""Leaves that only their values match: they fail where their names say otherwise, as of layers in another order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcombine.formats import from_array
+from gradcombine.verify.diff.comparing import DiffReport, diff
+from gradcombine.verify.diff.mapping import Rule, Rules
+from tests.verify.diff.test_command import run
+
+RNG = np.random.default_rng(7)
+PYTORCH = {
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "o": "model.layers.{}.self_attn.o_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+    "norm": "model.layers.{}.input_layernorm.weight",
+    "second": "model.layers.{}.post_attention_layernorm.weight",
+}
+OTHERS: dict[str, dict[str, str]] = {
+    "other words": {
+        "q": "params/layers_{}/attention/wq/kernel",
+        "k": "params/layers_{}/attention/wk/kernel",
+        "o": "params/layers_{}/attention/wo/kernel",
+        "down": "params/layers_{}/w2/kernel",
+        "norm": "params/layers_{}/attention_norm/scale",
+        "second": "params/layers_{}/ffn_norm/scale",
+    },
+    "blocks": {key: name.replace("model.layers.", "params/Block_").replace(".", "/") for key, name in PYTORCH.items()},
+    "auto-numbered": {
+        "q": "params/Layer_{}/Dense_0/kernel",
+        "k": "params/Layer_{}/Dense_1/kernel",
+        "o": "params/Layer_{}/Dense_2/kernel",
+        "down": "params/Layer_{}/Dense_3/kernel",
+        "norm": "params/Layer_{}/RMSNorm_0/scale",
+        "second": "params/Layer_{}/RMSNorm_1/scale",
+    },
+}
+LAYERS = 3
+SHAPES = {"down": (6, 4), "norm": (4,), "second": (4,)}
+VALUES = {
+    (key, i): RNG.normal(size=SHAPES.get(key, (4, 4))).astype(np.float32) for key in PYTORCH for i in range(LAYERS)
+}
+
+
+def entries(arrays: dict[str, np.ndarray]) -> Any:
+    return {name: from_array(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
+
+
+def dump(names: dict[str, str], order: Any = range(LAYERS), first: int = 0, **exchanged: str) -> Any:
+    """The leaves under these names: of the layers in this order, counted from ``first``, with exchanged modules."""
+    arrays = {
+        name.format(i + first): VALUES[exchanged.get(key, key), j]
+        for i, j in enumerate(order)
+        for key, name in names.items()
+    }
+    return entries({name: x.T if name.endswith("kernel") else x for name, x in arrays.items()})
+
+
+def failing(report: DiffReport) -> set[str]:
+    return {row.pair.a for row in report.rows if not row.passes}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("style", OTHERS)
+def test_right_ports_pass_whatever_their_names(style: str, first: int) -> None:
+    report = diff(dump(PYTORCH), dump(OTHERS[style], first=first))
+    assert report.passes and not report.crossed, report.crossed
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("style", OTHERS)
+def test_layers_in_another_order_fail(style: str, first: int) -> None:
+    report = diff(dump(PYTORCH), dump(OTHERS[style], order=(1, 0, 2), first=first))
+    moved = {name.format(i) for name in PYTORCH.values() for i in (0, 1)}
+    assert failing(report) == moved
+
+
+@pytest.mark.parametrize(("style", "exchanged"), [("other words", ("q", "k")), ("blocks", ("norm", "second"))])
+def test_exchanged_modules_fail(style: str, exchanged: tuple[str, str]) -> None:
+    x, y = exchanged
+    report = diff(dump(PYTORCH), dump(OTHERS[style], **{x: y, y: x}))
+    assert failing(report) == {PYTORCH[key].format(i) for key in exchanged for i in range(LAYERS)}
+
+
+def test_a_rule_says_that_another_order_is_intended() -> None:
+    a, b = dump(PYTORCH), dump(OTHERS["auto-numbered"], order=(2, 1, 0))
+    assert not diff(a, b).passes
+    reversed_layers = [
+        Rule(re.compile(re.escape(x.format(i))), OTHERS["auto-numbered"][key].format(2 - i), None)
+        for key, x in PYTORCH.items()
+        for i in range(LAYERS)
+    ]
+    assert diff(a, b, rules=Rules(tuple(reversed_layers))).passes
+
+
+def test_equal_leaves_are_in_any_order() -> None:
+    a = {f"layers.{i}.gamma": np.ones(4) for i in range(3)}
+    b = {f"stage_{i}/norm/scale": np.ones(4) for i in (2, 0, 1)}
+    assert diff(entries(a), entries(b)).passes
+
+
+def test_the_command_says_what_names_imply(tmp_path: Path) -> None:
+    for name, gammas in (("right", (0, 1)), ("wrong", (1, 0))):
+        arrays = {f"stage_{i}_scale/gamma": VALUES["norm", j] for i, j in enumerate(gammas)}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    np.savez(tmp_path / "a.npz", **{f"stages.{i}.gamma": VALUES["norm", i] for i in range(2)})
+    code, output = run(tmp_path / "a.npz", tmp_path / "wrong.npz")
+    assert code == 1 and "names pair with another leaf" in output and "stage_0_scale/gamma" in output
+    code, output = run(tmp_path / "a.npz", tmp_path / "right.npz")
+    assert code == 0 and "2 were matched by values or shape, not by name." in output
+
+
+@pytest.mark.parametrize(
+    ("names", "upsamples", "passes"),
+    [
+        (("dwconv.weight", "dwconv/kernel"), False, False),
+        (("dwconv.weight", "dwconv/kernel"), True, True),
+        (("up.weight", "up/kernel"), False, True),
+        (("last.weight", "ConvTranspose_0/kernel"), False, True),
+    ],
+)
+def test_a_flipped_kernel_that_may_be_depthwise_fails(names: tuple[str, str], upsamples: bool, passes: bool) -> None:
+    sides: list[dict[str, np.ndarray]] = [{}, {}]
+    for (left, right), outputs in ((names, 1), (("x.weight", "x/kernel"), 5))[: 2 if upsamples else 1]:
+        weight = RNG.normal(size=(8, outputs, 3, 3)).astype(np.float32)
+        sides[0][left], sides[1][right] = weight, np.flip(weight, (2, 3)).transpose(2, 3, 0, 1)
+    report = diff(*map(entries, sides))
+    assert report.passes is passes and all(row.pair.flipped for row in report.rows)
