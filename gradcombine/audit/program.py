@@ -23,6 +23,13 @@ NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape"
 SLICES = {"dynamic-slice", "slice", "gather"}
 
 
+def _calls_host(x: Instruction) -> bool:
+    """Whether an operation has a result of the host's Python code, which may do anything, such as an exchange."""
+    if x.opcode == "recv":  # on TPUs
+        return "is_host_transfer=true" in x.attributes
+    return x.opcode == "custom-call" and bool(x.shapes) and bool(re.search(r'_target="\w*python', x.attributes))
+
+
 Lines = Callable[[str], Sequence[Frame]]
 """Returns the stack frames of an operation by its ``op_name``."""
 
@@ -58,9 +65,11 @@ class Program(Module):
     @cached_property
     def unknown(self) -> Facts:
         """Facts that the program does not show."""
-        if self.devices == 1 or "" not in map(self.sharding, self.parameters):
-            return {}
-        return {"shardings": ["how arguments are sharded, and hence which work devices repeat"]}
+        calls = (x for computation in self.computations.values() for x in computation.values() if _calls_host(x))
+        facts: Facts = {"code": [f"the Python code in {x.op_name or x.name} is not read" for x in calls]}
+        if self.devices > 1 and "" in map(self.sharding, self.parameters):
+            facts["shardings"] = ["how arguments are sharded, and hence which work devices repeat"]
+        return {fact: texts for fact, texts in facts.items() if texts}
 
     def frames(self, x: Instruction) -> list[Frame]:
         return [*self._lines(x.op_name)] or super().frames(x)

@@ -14,7 +14,7 @@ from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.conflicts import crossed, tied
-from gradcombine.verify.diff.dumps import Dump, Entry
+from gradcombine.verify.diff.dumps import Dump, Entry, require_dump
 from gradcombine.verify.diff.key_orders import common, flipped
 from gradcombine.verify.diff.mapping import (
     NO_RULES,
@@ -172,7 +172,7 @@ def diff(
       progress: called before each leaf and after the last, with its name, the compared elements and their total.
 
     Raises:
-      GradCombineError: for damaged files and for rules that do not fit.
+      GradCombineError: for other arguments, damaged files, and rules that do not fit.
 
     >>> import numpy as np
     >>> from gradcombine.formats import from_array
@@ -185,6 +185,8 @@ def diff(
     """
     require_allowed(allowed)
     require_rules(rules)
+    for dump in (a, b, reference or {}):
+        require_dump(dump)
     originals = a, b
     ruled = {rule[1] for rule in map(rules.find, a) if rule is not None}
 

@@ -8,17 +8,25 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError, first_line, importing, invalid, operation, require_path
+from gradcombine.errors import GradCombineError, first_line, importing, invalid, operation, require_path, shown
 from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
 from gradcombine.verify.diff import pytorch
 
 Dump: TypeAlias = Mapping[str, Entry]
 """The entries of a file by name."""
+
+
+def require_dump(value: object) -> None:
+    """Raises for anything but a `Dump`."""
+    entries = cast("Mapping[str, object]", value).values() if isinstance(value, Mapping) else [value]
+    if not all(isinstance(each, Entry) for each in entries):
+        raise invalid("dumps, as open_dump returns them", shown(value))
+
 
 EXPECTED = (
     "a .npz, .safetensors, .pt, .pth, .h5 or .weights.h5 file, shards with their index, a tf.train checkpoint or an "

@@ -5,13 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from gradcombine.audit import audit
 from gradcombine.audit.flow import Flow
 from gradcombine.audit.program import Program
-from gradcombine.audit.rules import MANY, find
+from gradcombine.audit.rules import MANY, RULES, find
 
 HEADER = "HloModule m, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8\n\n"
 ADD = """%add (x: f32[], y: f32[]) -> f32[] {
@@ -305,3 +306,16 @@ def test_a_loop_of_unknown_length_turns_at_least_twice(count: int, found: bool) 
     %loop = {of} while(%init), condition=%cond, body=%body
     ROOT %out = f32[256] get-tuple-element(%loop), index=1"""
     assert ("many-small-collectives" in {x.name for x in find(program(main, loop))}) is found
+
+
+@pytest.mark.parametrize("has_result", [True, False])
+def test_code_of_the_host_is_not_read_unless_it_has_no_result(has_result: bool) -> None:
+    def step(x: Any) -> Any:
+        if has_result:
+            return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        jax.debug.print("{}", x[0])
+        return x * 2
+
+    found = audit(jax.jit(step), jnp.ones(10))
+    assert found.undecided == (list(RULES) if has_result else [])
+    assert [text for text in found.unread if "pure_callback is not read" in text] == found.unread

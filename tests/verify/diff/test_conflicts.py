@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradcombine import GradCombineError
 from gradcombine.formats import from_array
 from gradcombine.verify.diff.comparing import DiffReport, diff
 from gradcombine.verify.diff.mapping import Rule, Rules
@@ -133,3 +134,9 @@ def test_a_flipped_kernel_that_may_be_depthwise_fails(names: tuple[str, str], up
         sides[0][left], sides[1][right] = weight, np.flip(weight, (2, 3)).transpose(2, 3, 0, 1)
     report = diff(*map(entries, sides))
     assert report.passes is passes and all(row.pair.flipped for row in report.rows)
+
+
+@pytest.mark.parametrize("other", ["a.npz", {"w": np.ones(2)}, [1]])
+def test_only_dumps_are_compared(other: Any) -> None:
+    with pytest.raises(GradCombineError, match="diff: expected dumps, as open_dump returns them, received"):
+        diff(entries({"w": np.ones(2)}), other)
