@@ -107,7 +107,7 @@ def accumulate(
         update. If no data is left, flush with any updates and weight 0, but not if the last update ended its window
         (``state.applied``): ``inner`` would run on zeros.
       - ``number``: number of this microbatch, for a `gradcombine.reductions.numbered` reduction; by default its
-        position in the window.
+        position in the window. A repeated number raises or, if it is traced, counts twice (`ledger.require_once`).
       - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.
 
     Raises:

@@ -183,8 +183,8 @@ class AccumulatedStep(WithSeen):
           *batch: arguments of ``gradients``; under a strategy, tf.distribute's per-replica values.
           totals: with ``totals="given"``, by denominator the total of the window over its microbatches and replicas.
           number: number of the microbatch, with `gradcombine.reductions.numbered`; under a strategy, a per-replica
-            value. A number that the replica's window already holds adds nothing, traced or not. None: that of its
-            position.
+            value. A number that the replica's window already holds adds nothing, traced or not, but its call counts
+            toward ``every`` (use ``gc.UNTIL_FLUSH`` if microbatches may be repeated). None: its position.
 
         Returns:
           Boolean scalar: whether the window was full and has been applied; and the ``outputs`` of ``gradients``, per
