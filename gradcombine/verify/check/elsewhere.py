@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import Terms, case_of
 from gradcombine.verify.check.hypotheses import explain
@@ -42,7 +44,7 @@ def faults_elsewhere(
         except GradCombineError:  # the step does not accept them, or a division overflows at perturbed parameters
             if one is not None and where == SECOND_STEP:
                 raise
-            missing += (f"divisions {where}, where the step raises or is not finite",)
+            missing += (f"divisions {where}, where the step raises, is not finite or skips an update",)
         else:
             if fault is not None:
                 return {fault.cause: fault}, missing
@@ -67,6 +69,8 @@ def _fault(
             if where == PERTURBED:
                 raise
             return Fault(Cause.NOT_FINITE, name, f"in leaf {error.path}")
+        if where == PERTURBED and later.returns_params and _updates(one) != _updates(result):
+            raise NotFiniteError(PERTURBED)  # a loss scale may skip an update that overflows
         near = standard.shares(result.floats, one.floats, wide=False).max() <= 1
         if near and not result.differs_in_integers(one) and _are_near_in_float64(standard, later, split):
             continue
@@ -78,6 +82,11 @@ def _fault(
             standard.not_compared = second.not_compared
             return Fault(cause, name, detail, line)
     return None
+
+
+def _updates(result: Result) -> bool:
+    """Whether a step changes more than numbers, such as a loss scale."""
+    return any(x.ndim and np.any(x) for x in result.floats)
 
 
 def _are_near_in_float64(standard: Standard, later: Subject, split: Split) -> bool:

@@ -269,7 +269,7 @@ def scanned(params: Any) -> tuple[int, int]:
     """Returns the numbers of constants and of carried arrays of a scan."""
     if "num_carry" in params:  # before JAX 0.12
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].elts
+    consts, carry, _ = params["ft_in"].unpack()
     return len(consts.vals), len(carry.vals)
 
 

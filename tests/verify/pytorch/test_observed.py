@@ -283,3 +283,27 @@ def test_a_mask_may_be_infinite(total: int, cause: Cause | None) -> None:
     torch.manual_seed(0)
     report = check_step(partial(window, total=total), Attention(), BATCH, returns="params")
     assert report.cause is cause, str(report)
+
+
+def test_a_loss_scale_may_skip_updates_at_perturbed_parameters_alone() -> None:
+    """The scaled gradients of one batch overflow in float16 there, and those of half a batch do not."""
+
+    def make(k: int) -> Any:
+        def step(arguments: Any, batch: Any) -> None:
+            model, optimizer, scaler = arguments
+            for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = ((model(x)[:, 0].float() - y) ** 2).mean() / k
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return step
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu")
+    report = check_step(make, (model, optimizer, scaler), BATCH, returns="params")
+    assert report.passes, str(report)
+    assert any("skips an update" in text for text in report.not_asked), str(report)
