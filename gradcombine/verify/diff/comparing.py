@@ -13,7 +13,7 @@ from gradcombine.errors import invalid, operation, require_integer, require_numb
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
-from gradcombine.verify.diff.conflicts import crossed, tied
+from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
 from gradcombine.verify.diff.dumps import Dump, Entry, require_dump
 from gradcombine.verify.diff.key_orders import common, flipped
 from gradcombine.verify.diff.mapping import (
@@ -21,11 +21,9 @@ from gradcombine.verify.diff.mapping import (
     Matching,
     Pair,
     Rules,
-    canonical,
     conventional_axes,
     last_word,
     match,
-    require_rules,
     words_of,
 )
 from gradcombine.verify.diff.similarity import ALIKE, closest
@@ -66,6 +64,12 @@ def require_allowed(allowed: object) -> None:
     for kind, limit in (("a relative", allowed.relative), ("an absolute", allowed.absolute)):
         if limit is not None and limit != math.inf:
             require_number(f"{kind} difference of 0 or more", limit, 0)
+
+
+def require_rules(rules: object) -> None:
+    """Raises unless ``rules`` are `Rules`."""
+    if not isinstance(rules, Rules):
+        raise invalid("rules, as read_rules returns them", shown(rules))
 
 
 class Row(NamedTuple):
@@ -231,10 +235,10 @@ def diff(
         left_out += unjudged
     names_decide, contradicting = _follow_names(rows), tuple(crossed(a, b, (row.pair for row in rows)))
     otherwise = {pair[:2] for pair in contradicting}
-    upsamples = any(row.pair.flipped and not _may_be_depthwise(row) for row in rows)
+    has_flipped = any(row.pair.flipped and not _may_be_depthwise(row) for row in rows)
     for i, row in enumerate(rows):
         transposed = row.transposed and (_swaps_spatial_axes(row) or (names_decide and _is_ambiguous(row)))
-        flips = row.pair.flipped and not upsamples and _may_be_depthwise(row)
+        flips = row.pair.flipped and not has_flipped and _may_be_depthwise(row)
         if transposed or flips or row.pair[:2] in otherwise:
             rows[i] = row._replace(passes=False)
     rows.sort(key=lambda row: (row.passes, *row.difference.badness))
@@ -262,15 +266,11 @@ def _swaps_spatial_axes(row: Row) -> bool:
     return expected[channels] == found[channels]
 
 
-_UPSAMPLES = "transpos", "deconv", "up", "decoder"
-"""Beginnings of the words in names of transposed convolutions."""
-
-
 def _may_be_depthwise(row: Row) -> bool:
     """Whether a kernel of a transposed convolution may be one of a depthwise convolution, by its shape and names."""
-    outputs = row.difference.shape[-1 if _is_kernel(row) else 1]
-    words = (word for name in row.pair[:2] for word in canonical(name))
-    return outputs == 1 and not any(word.startswith(_UPSAMPLES) for word in words)
+    shape = row.difference.shape
+    outputs, spatial = (shape[-1], shape[:-2]) if _is_kernel(row) else (shape[1], shape[2:])
+    return outputs == 1 and all(n % 2 for n in spatial) and not any(map(upsamples, row.pair[:2]))
 
 
 def _is_kernel(row: Row) -> bool:

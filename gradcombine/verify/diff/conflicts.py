@@ -6,46 +6,94 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations, product
+from typing import TypeAlias
 
 from gradcombine.verify.diff.dumps import Dump, Entry
 from gradcombine.verify.diff.mapping import Pair, canonical
 from gradcombine.verify.diff.similarity import CERTAIN, MAX_SIZE, align
 
+Ranks: TypeAlias = tuple[int, ...]
+
+UPSAMPLES = "transpos", "tconv", "convt", "deconv", "up", "dec", "unpool"
+"""Beginnings of the words in names of modules that increase the resolution, such as transposed convolutions."""
+
+MOST = 3
+"""Most numbers in a name whose order is not known, as of experts in layers or of layers in experts."""
+
 
 def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str, str]]:
     """Yields pairs matched by values that contradict their names, and the leaf of B that the names imply.
 
-    Names that differ only in their numbers on either side, such as those of layers, imply the order of the numbers.
-    Modules of equal names in layers of equal numbers imply each other. Leaves that are equal may be exchanged.
+    Names that differ only in their numbers on either side, such as those of layers, imply the order of the numbers, or
+    the reverse order of three or more, as of decoders. Modules of equal names in layers of equal names imply each
+    other. Leaves that are equal may be exchanged.
     """
-    by_numbers: defaultdict[object, list[Pair]] = defaultdict(list)
+    by_words: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if pair.reason not in ("values", "similar name") or a[pair.a].size > MAX_SIZE or a[pair.a].unread:
             continue
         shapes = a[pair.a].shape, b[pair.b].shape
-        by_numbers[(shapes, *(tuple(_parts(name)[0]) for name in pair[:2]))].append(pair)
+        by_words[(shapes, *(tuple(words for words, _ in _numbered(name)) for name in pair[:2]))].append(pair)
         by_module[(shapes, *(_around_module(name) for name in pair[:2]))].append(pair)
-    for group in by_numbers.values():
-        left = sorted(group, key=lambda pair: _parts(pair.a)[1])
-        right = sorted(group, key=lambda pair: _parts(pair.b)[1])
-        yield from _contradicting(a, b, ((x, y.b) for x, y in zip(left, right, strict=True)))
+    for group in by_words.values():
+        left, right = _ranks([pair.a for pair in group]), _ranks([pair.b for pair in group])
+        if not _have_one_order(left, right, any(map(_upsamples, group))):
+            by_a, by_b = (sorted(range(len(group)), key=ranks.__getitem__) for ranks in (left, right))
+            implied = [(group[x], group[y].b) for x, y in zip(by_a, by_b, strict=True)]
+            yield from _contradicting(a, b, implied)
     for group in by_module.values():
         named = {_module(pair.b): pair.b for pair in group}
         if {_module(pair.a) for pair in group} == named.keys() and len(named) == len(group):
             yield from _contradicting(a, b, ((pair, named[_module(pair.a)]) for pair in group))
 
 
+def _have_one_order(left: Sequence[Ranks], right: Sequence[Ranks], upsamples: bool) -> bool:
+    """Whether pairs have the same order on both sides, for some order of their numbers, which may decrease."""
+    orders = [set(_orders(ranks, upsamples)) for ranks in (left, right)]
+    return not orders[0].isdisjoint(orders[1])
+
+
+def _orders(ranks: Sequence[Ranks], upsamples: bool) -> Iterator[tuple[int, ...]]:
+    """Yields the possible orders of names by the ranks of their numbers."""
+    columns = [*zip(*ranks, strict=True)]
+    signs = [(1, -1) if max(column) >= 2 or upsamples else (1,) for column in columns]
+    for positions in permutations(range(len(columns))) if len(columns) <= MOST else [range(len(columns))]:
+        for chosen in product(*(signs[i] for i in positions)) if len(columns) <= MOST else [(1,) * len(columns)]:
+            keys = [tuple(sign * rank[i] for i, sign in zip(positions, chosen, strict=True)) for rank in ranks]
+            yield tuple(sorted(range(len(keys)), key=keys.__getitem__))
+
+
+def _ranks(names: Sequence[str]) -> list[Ranks]:
+    """The ranks of the numbers in each part of the names in which they differ; a part without a number is first."""
+    columns = [*zip(*([numbers for _, numbers in _numbered(name)] for name in names), strict=True)]
+    ranks = [{x: i for i, x in enumerate(sorted(set(column)))} for column in columns]
+    differing = [[each[x] for x in column] for column, each in zip(columns, ranks, strict=True) if len(each) > 1]
+    return [*zip(*differing, strict=True)] if differing else [()] * len(names)
+
+
+def _numbered(name: str) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """The words and the numbers of each part of a path."""
+    parts: list[list[str]] = [re.findall(r"[a-z]+|\d+", part) for part in _segments(name)]
+    words = (tuple(x for x in part if not x.isdecimal()) for part in parts)
+    numbers = (tuple(int(x) for x in part if x.isdecimal()) for part in parts)
+    return [*zip(words, numbers, strict=True)]
+
+
+def _upsamples(pair: Pair) -> bool:
+    return upsamples(pair.a) or upsamples(pair.b)
+
+
+def upsamples(name: str) -> bool:
+    """Whether a name has a word of `UPSAMPLES`."""
+    return any(word.startswith(UPSAMPLES) for word in canonical(name))
+
+
 def _contradicting(a: Dump, b: Dump, implied: Iterable[tuple[Pair, str]]) -> Iterator[tuple[str, str, str]]:
     for pair, other in implied:
         if other != pair.b and align(a[pair.a], b[other]).cosine < CERTAIN:
             yield pair.a, pair.b, other
-
-
-def _parts(name: str) -> tuple[list[str], list[int]]:
-    """The words and the numbers of a name."""
-    words = canonical(name)
-    return [x for x in words if not x.isdecimal()], [int(x) for x in words if x.isdecimal()]
 
 
 def _segments(name: str) -> list[str]:

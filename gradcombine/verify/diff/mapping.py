@@ -59,12 +59,6 @@ class Rules(NamedTuple):
         return False
 
 
-def require_rules(rules: object) -> None:
-    """Raises unless ``rules`` are `Rules`."""
-    if not isinstance(rules, Rules):
-        raise invalid("rules, as read_rules returns them", shown(rules))
-
-
 SECONDS = 1.0
 """Time limit for compiling a pattern and for matching it with a name. Both usually take less than a millisecond."""
 
@@ -137,29 +131,24 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
 
 
 WRAPPERS = frozenset(
-    (
-        *("params", "param", "parameters", "weights", "vars", "variables", "trainable"),
-        *("model", "module", "layers", "optimizer", "opt", "state", "dict", "raw", "target", "item"),
-        *("batch", "stats", "running", "moving", "proj"),
+    re.findall(
+        r"\w+",
+        "params param parameters weights vars variables trainable model module layers optimizer opt state dict raw "
+        "target item batch stats running moving proj",
     )
 )
 """Words that do not distinguish leaves."""
 
 SYNONYMS = {
-    "w": "kernel",
-    "weight": "kernel",
-    "embeddings": "kernel",
-    "embedding": "kernel",
-    "depthwise": "kernel",
-    "b": "bias",
-    "beta": "bias",
+    **dict.fromkeys(("w", "weight", "embeddings", "embedding", "depthwise"), "kernel"),
+    **dict.fromkeys(("b", "beta"), "bias"),
     "gamma": "scale",
     "variance": "var",
+    "attn": "attention",
     **dict.fromkeys(("q", "wq"), "query"),
     **dict.fromkeys(("k", "wk"), "key"),
     **dict.fromkeys(("v", "wv"), "value"),
     **dict.fromkeys(("o", "wo", "output"), "out"),
-    "attn": "attention",
 }
 
 
@@ -203,7 +192,7 @@ def match(
     conventions (`canonical`), if unique in both dumps; by names without words that occur only in one dump; by shapes,
     transposed or not, that are unique in both dumps; by values, closest first, but no scale with a bias and no mean
     with a variance. Names that differ in their numbers from those of the other dump, such as ``2.weight`` and
-    ``Dense_1/kernel``, match before shapes and values only if the values are similar, and after them otherwise.
+    ``Dense_1/kernel``, or without words of both, match before values only if these are similar, and after otherwise.
     Values decide whether two leaves are transposed. Unreadable leaves are matched only by rule or name.
 
     Args:
@@ -252,14 +241,12 @@ def match(
     by(lambda dump, name: name, "name")
     keys: list[Callable[[Dump, str], Hashable]] = [
         lambda dump, name: canonical(name),
-        # PyTorch calls the scale of a normalization its weight.
-        lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)),
+        lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)),  # as in PyTorch
     ]
     for key in keys:
         by(key, "similar name", _numbered_otherwise(rest_a, rest_b, key))
-    common_words = _common_words(rest_a, rest_b)
-    keys.append(lambda dump, name: common_words(name))
-    by(keys[-1], "similar name", _numbered_otherwise(rest_a, rest_b, keys[-1]))
+    keys.append(_common_words(rest_a, rest_b))
+    by(keys[-1], "similar name", _numbered_otherwise(rest_a, rest_b, keys[-1]) | _shortened(rest_a, rest_b, keys[-1]))
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading, _fit(rest_a, rest_b))):
@@ -303,7 +290,7 @@ def _words(name: str) -> list[str]:
     return words
 
 
-def _common_words(a: Dump, b: Dump) -> Callable[[str], Hashable]:
+def _common_words(a: Dump, b: Dump) -> Callable[[Dump, str], Hashable]:
     """A key function: `canonical` without words that occur only in one dump, such as a prefix with the model's name.
 
     A name with no common words but numbers is its own key.
@@ -311,7 +298,7 @@ def _common_words(a: Dump, b: Dump) -> Callable[[str], Hashable]:
     words = [{word for name in dump for word in canonical(name)} for dump in (a, b)]
     common = {word for word in words[0] & words[1] if not word.isdecimal()}
 
-    def key(name: str) -> Hashable:
+    def key(dump: Dump, name: str) -> Hashable:
         kept = tuple(word for word in canonical(name) if word in common or word.isdecimal())
         return kept if common.intersection(kept) else name
 
@@ -330,6 +317,17 @@ def _numbered_otherwise(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) 
                 words = [word for word in cast("tuple[str, ...]", each) if not word.isdecimal()]
                 by_words.setdefault(tuple(words), set()).add(cast("Hashable", each))
     return {each for words, keys in found[0].items() if keys != found[1].get(words) for each in keys}
+
+
+def _shortened(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> set[Hashable]:
+    """Keys that leave out words of some names in both dumps, as of post_attention_layernorm and attention_norm."""
+    found = list[set[Hashable]]()
+    for dump in (a, b):
+        words = {name: {*canonical(name)} for name in dump}
+        everywhere = set[str]().union(*words.values()).intersection(*words.values())
+        kept = ((key(dump, name), each - everywhere) for name, each in words.items())
+        found.append({x for x, each in kept if each.difference(cast("Iterable[str]", x))})
+    return found[0] & found[1]
 
 
 def last_word(name: str) -> str:

@@ -13,8 +13,9 @@ from gradcombine.formats import unread
 from gradcombine.reductions.numbered import ranges
 from gradcombine.reporting.sections import Cells, Section
 from gradcombine.reporting.words import listed
+from gradcombine.verify.diff.comparing import require_rules
 from gradcombine.verify.diff.dumps import Dump
-from gradcombine.verify.diff.mapping import NO_RULES, Rules, match, require_rules
+from gradcombine.verify.diff.mapping import NO_RULES, Rules, match
 from gradcombine.verify.record.flight import EVERY, Leaf, Log
 
 SHOWN = 8

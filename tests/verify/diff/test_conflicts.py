@@ -91,14 +91,62 @@ def test_exchanged_modules_fail(style: str, exchanged: tuple[str, str]) -> None:
 
 
 def test_a_rule_says_that_another_order_is_intended() -> None:
-    a, b = dump(PYTORCH), dump(OTHERS["auto-numbered"], order=(2, 1, 0))
+    a, b = dump(PYTORCH), dump(OTHERS["auto-numbered"], order=(1, 0, 2))
     assert not diff(a, b).passes
-    reversed_layers = [
-        Rule(re.compile(re.escape(x.format(i))), OTHERS["auto-numbered"][key].format(2 - i), None)
+    order = (1, 0, 2)
+    exchanged = [
+        Rule(re.compile(re.escape(x.format(i))), OTHERS["auto-numbered"][key].format(order[i]), None)
         for key, x in PYTORCH.items()
         for i in range(LAYERS)
     ]
-    assert diff(a, b, rules=Rules(tuple(reversed_layers))).passes
+    assert diff(a, b, rules=Rules(tuple(exchanged))).passes
+
+
+RIGHT = {
+    "Keras, the first without a number": [
+        (f"net.{i}.{x}", f"layers/batch_normalization{f'_{i}' * (i > 0)}/vars/{j}")
+        for i in range(12)
+        for j, x in enumerate(("weight", "bias"))
+    ],
+    "Keras, numbered on in each block": [
+        (f"blocks.{i}.norm{j}.gamma", f"block{f'_{i}' * (i > 0)}/norm_{2 * i + j}/gamma")
+        for i in range(2)
+        for j in (1, 2)
+    ],
+    "Haiku": [
+        (f"mlps.{i}.layers.{2 * j}.scale", f"net/~/mlp{f'_{i}' * (i > 0)}/~/linear_{j}/w")
+        for i in range(3)
+        for j in range(3)
+    ],
+    "layers of experts and experts of layers": [
+        (f"experts.{i}.layers.{j}.scale", f"layer_{j}/expert_{i}/w") for i in range(2) for j in range(3)
+    ],
+    "a decoder in reverse order": [
+        (f"decoder.up.{i}.{x}.scale", f"decoder/up_blocks_{1 - i}/{y}/w")
+        for i in range(2)
+        for x, y in (("block.norm1", "resnet/norm_1"), ("block.norm2", "resnet/norm_2"), ("wide", "upsampler"))
+    ],
+    "a pyramid in reverse order": [(f"refinenet{i + 1}.scale", f"fusion/layers/{3 - i}/w") for i in range(4)],
+    "decoders without levels": [
+        (f"dec{i}.conv{j}.scale", f"conv_{14 - 2 * i + j}/w") for i in range(3) for j in (1, 2)
+    ],
+    "words that belong to another leaf": [
+        (f"model.layers.{i}.{x}.weight", f"layers.{i}.{y}.weight")
+        for i in range(2)
+        for x, y in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"), ("down", "w2"))
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_frameworks_may_number_layers_otherwise(name: str) -> None:
+    values = [RNG.normal(size=4) for _ in RIGHT[name]]
+    a, b = ({pair[i]: x for pair, x in zip(RIGHT[name], values, strict=True)} for i in (0, 1))
+    report = diff(entries(a), entries(b))
+    assert report.passes, report.crossed
+    wrong, middle = [*values], len(values) // 2
+    wrong[0], wrong[middle] = values[middle], values[0]
+    assert not diff(entries(a), entries(dict(zip(b, wrong, strict=True)))).passes
 
 
 def test_equal_leaves_are_in_any_order() -> None:
@@ -125,12 +173,15 @@ def test_the_command_says_what_names_imply(tmp_path: Path) -> None:
         (("dwconv.weight", "dwconv/kernel"), True, True),
         (("up.weight", "up/kernel"), False, True),
         (("last.weight", "ConvTranspose_0/kernel"), False, True),
+        (("last.weight", "last/kernel"), False, False),
+        (("last_even.weight", "last_even/kernel"), False, True),
     ],
 )
 def test_a_flipped_kernel_that_may_be_depthwise_fails(names: tuple[str, str], upsamples: bool, passes: bool) -> None:
     sides: list[dict[str, np.ndarray]] = [{}, {}]
     for (left, right), outputs in ((names, 1), (("x.weight", "x/kernel"), 5))[: 2 if upsamples else 1]:
-        weight = RNG.normal(size=(8, outputs, 3, 3)).astype(np.float32)
+        size = 4 if "even" in left else 3
+        weight = RNG.normal(size=(8, outputs, size, size)).astype(np.float32)
         sides[0][left], sides[1][right] = weight, np.flip(weight, (2, 3)).transpose(2, 3, 0, 1)
     report = diff(*map(entries, sides))
     assert report.passes is passes and all(row.pair.flipped for row in report.rows)
