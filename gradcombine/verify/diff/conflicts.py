@@ -39,7 +39,7 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
         by_module[(shapes, *(_around_module(name) for name in pair[:2]))].append(pair)
     for group in by_words.values():
         left, right = _ranks([pair.a for pair in group]), _ranks([pair.b for pair in group])
-        if not _have_one_order(left, right, any(map(_upsamples, group))):
+        if not _have_one_order(left, right, any(upsamples(name) for pair in group for name in pair[:2])):
             by_a, by_b = (sorted(range(len(group)), key=ranks.__getitem__) for ranks in (left, right))
             implied = [(group[x], group[y].b) for x, y in zip(by_a, by_b, strict=True)]
             yield from _contradicting(a, b, implied)
@@ -49,16 +49,21 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
             yield from _contradicting(a, b, ((pair, named[_module(pair.a)]) for pair in group))
 
 
-def _have_one_order(left: Sequence[Ranks], right: Sequence[Ranks], upsamples: bool) -> bool:
-    """Whether pairs have the same order on both sides, for some order of their numbers, which may decrease."""
-    orders = [set(_orders(ranks, upsamples)) for ranks in (left, right)]
-    return not orders[0].isdisjoint(orders[1])
+def _have_one_order(left: Sequence[Ranks], right: Sequence[Ranks], decreases: bool) -> bool:
+    """Whether pairs have the same order on both sides, for some order of their numbers.
+
+    Args:
+      decreases: whether two numbers may decrease, too, as three or more may.
+    """
+    orders = _orders(left, decreases), _orders(right, decreases)
+    first = next(orders[0]), next(orders[1])
+    return first[0] == first[1] or not {first[0], *orders[0]}.isdisjoint({first[1], *orders[1]})
 
 
-def _orders(ranks: Sequence[Ranks], upsamples: bool) -> Iterator[tuple[int, ...]]:
-    """Yields the possible orders of names by the ranks of their numbers."""
+def _orders(ranks: Sequence[Ranks], decreases: bool) -> Iterator[tuple[int, ...]]:
+    """Yields the possible orders of names by the ranks of their numbers; first that of the paths."""
     columns = [*zip(*ranks, strict=True)]
-    signs = [(1, -1) if max(column) >= 2 or upsamples else (1,) for column in columns]
+    signs = [(1, -1) if max(column) >= 2 or decreases else (1,) for column in columns]
     for positions in permutations(range(len(columns))) if len(columns) <= MOST else [range(len(columns))]:
         for chosen in product(*(signs[i] for i in positions)) if len(columns) <= MOST else [(1,) * len(columns)]:
             keys = [tuple(sign * rank[i] for i, sign in zip(positions, chosen, strict=True)) for rank in ranks]
@@ -79,10 +84,6 @@ def _numbered(name: str) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
     words = (tuple(x for x in part if not x.isdecimal()) for part in parts)
     numbers = (tuple(int(x) for x in part if x.isdecimal()) for part in parts)
     return [*zip(words, numbers, strict=True)]
-
-
-def _upsamples(pair: Pair) -> bool:
-    return upsamples(pair.a) or upsamples(pair.b)
 
 
 def upsamples(name: str) -> bool:

@@ -131,10 +131,10 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
 
 
 WRAPPERS = frozenset(
-    re.findall(
-        r"\w+",
-        "params param parameters weights vars variables trainable model module layers optimizer opt state dict raw "
-        "target item batch stats running moving proj",
+    (
+        *("params", "param", "parameters", "weights", "vars", "variables", "trainable"),
+        *("model", "module", "layers", "optimizer", "opt", "state", "dict", "raw", "target", "item"),
+        *("batch", "stats", "running", "moving", "proj"),
     )
 )
 """Words that do not distinguish leaves."""

@@ -308,6 +308,15 @@ def test_a_loop_of_unknown_length_turns_at_least_twice(count: int, found: bool) 
     assert ("many-small-collectives" in {x.name for x in find(program(main, loop))}) is found
 
 
+@pytest.mark.parametrize("host", [True, False])
+def test_what_a_tpu_receives_from_its_host_is_not_read(host: bool) -> None:
+    found = program(f"""
+    %t = token[] after-all()
+    %r = (f32[4], u32[], token[]) recv(%t), channel_id=1, is_host_transfer={str(host).lower()}
+    ROOT %out = f32[] constant(0)""")
+    assert ("code" in found.unknown) is host
+
+
 @pytest.mark.parametrize("has_result", [True, False])
 def test_code_of_the_host_is_not_read_unless_it_has_no_result(has_result: bool) -> None:
     def step(x: Any) -> Any:

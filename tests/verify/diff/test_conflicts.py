@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from gradcombine import GradCombineError
-from gradcombine.formats import from_array
 from gradcombine.verify.diff.comparing import DiffReport, diff
 from gradcombine.verify.diff.mapping import Rule, Rules
 from tests.verify.diff.test_command import run
+from tests.verify.diff.test_mapping import dump
 
 RNG = np.random.default_rng(7)
 PYTORCH = {
@@ -50,18 +50,14 @@ VALUES = {
 }
 
 
-def entries(arrays: dict[str, np.ndarray]) -> Any:
-    return {name: from_array(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
-
-
-def dump(names: dict[str, str], order: Any = range(LAYERS), first: int = 0, **exchanged: str) -> Any:
+def renamed(names: dict[str, str], order: Any = range(LAYERS), first: int = 0, **exchanged: str) -> Any:
     """The leaves under these names: of the layers in this order, counted from ``first``, with exchanged modules."""
     arrays = {
         name.format(i + first): VALUES[exchanged.get(key, key), j]
         for i, j in enumerate(order)
         for key, name in names.items()
     }
-    return entries({name: x.T if name.endswith("kernel") else x for name, x in arrays.items()})
+    return dump({name: x.T if name.endswith("kernel") else x for name, x in arrays.items()})
 
 
 def failing(report: DiffReport) -> set[str]:
@@ -71,14 +67,14 @@ def failing(report: DiffReport) -> set[str]:
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("style", OTHERS)
 def test_right_ports_pass_whatever_their_names(style: str, first: int) -> None:
-    report = diff(dump(PYTORCH), dump(OTHERS[style], first=first))
+    report = diff(renamed(PYTORCH), renamed(OTHERS[style], first=first))
     assert report.passes and not report.crossed, report.crossed
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("style", OTHERS)
 def test_layers_in_another_order_fail(style: str, first: int) -> None:
-    report = diff(dump(PYTORCH), dump(OTHERS[style], order=(1, 0, 2), first=first))
+    report = diff(renamed(PYTORCH), renamed(OTHERS[style], order=(1, 0, 2), first=first))
     moved = {name.format(i) for name in PYTORCH.values() for i in (0, 1)}
     assert failing(report) == moved
 
@@ -86,12 +82,12 @@ def test_layers_in_another_order_fail(style: str, first: int) -> None:
 @pytest.mark.parametrize(("style", "exchanged"), [("other words", ("q", "k")), ("blocks", ("norm", "second"))])
 def test_exchanged_modules_fail(style: str, exchanged: tuple[str, str]) -> None:
     x, y = exchanged
-    report = diff(dump(PYTORCH), dump(OTHERS[style], **{x: y, y: x}))
+    report = diff(renamed(PYTORCH), renamed(OTHERS[style], **{x: y, y: x}))
     assert failing(report) == {PYTORCH[key].format(i) for key in exchanged for i in range(LAYERS)}
 
 
 def test_a_rule_says_that_another_order_is_intended() -> None:
-    a, b = dump(PYTORCH), dump(OTHERS["auto-numbered"], order=(1, 0, 2))
+    a, b = renamed(PYTORCH), renamed(OTHERS["auto-numbered"], order=(1, 0, 2))
     assert not diff(a, b).passes
     order = (1, 0, 2)
     exchanged = [
@@ -142,17 +138,17 @@ RIGHT = {
 def test_frameworks_may_number_layers_otherwise(name: str) -> None:
     values = [RNG.normal(size=4) for _ in RIGHT[name]]
     a, b = ({pair[i]: x for pair, x in zip(RIGHT[name], values, strict=True)} for i in (0, 1))
-    report = diff(entries(a), entries(b))
+    report = diff(dump(a), dump(b))
     assert report.passes, report.crossed
     wrong, middle = [*values], len(values) // 2
     wrong[0], wrong[middle] = values[middle], values[0]
-    assert not diff(entries(a), entries(dict(zip(b, wrong, strict=True)))).passes
+    assert not diff(dump(a), dump(dict(zip(b, wrong, strict=True)))).passes
 
 
 def test_equal_leaves_are_in_any_order() -> None:
     a = {f"layers.{i}.gamma": np.ones(4) for i in range(3)}
     b = {f"stage_{i}/norm/scale": np.ones(4) for i in (2, 0, 1)}
-    assert diff(entries(a), entries(b)).passes
+    assert diff(dump(a), dump(b)).passes
 
 
 def test_the_command_says_what_names_imply(tmp_path: Path) -> None:
@@ -183,11 +179,11 @@ def test_a_flipped_kernel_that_may_be_depthwise_fails(names: tuple[str, str], up
         size = 4 if "even" in left else 3
         weight = RNG.normal(size=(8, outputs, size, size)).astype(np.float32)
         sides[0][left], sides[1][right] = weight, np.flip(weight, (2, 3)).transpose(2, 3, 0, 1)
-    report = diff(*map(entries, sides))
+    report = diff(*map(dump, sides))
     assert report.passes is passes and all(row.pair.flipped for row in report.rows)
 
 
 @pytest.mark.parametrize("other", ["a.npz", {"w": np.ones(2)}, [1]])
 def test_only_dumps_are_compared(other: Any) -> None:
     with pytest.raises(GradCombineError, match="diff: expected dumps, as open_dump returns them, received"):
-        diff(entries({"w": np.ones(2)}), other)
+        diff(dump({"w": np.ones(2)}), other)

@@ -65,7 +65,7 @@ ADDED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def accumulates(k: int, how: str, dtype: Any, rate: float = 0.01) -> Any:
+def accumulates(k: int, how: str, dtype: Any) -> Any:
     def step(arguments: Any, batch: Any) -> None:
         model, optimizer = arguments
         params = [*model.parameters()]

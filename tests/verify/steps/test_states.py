@@ -117,9 +117,10 @@ def keeps_the_best(k: int, combine: Any, updates: int = 1) -> Step:
         (lambda k: keeps_the_best(k, defects.right, updates=k), Cause.MOVED_EACH),
     ],
 )
-def test_a_state_may_be_infinite(make: Callable[[int], Step], cause: Cause | None) -> None:
+@pytest.mark.parametrize("least", [-np.inf, np.finfo(np.float32).min])
+def test_a_state_may_be_infinite(make: Callable[[int], Step], cause: Cause | None, least: float) -> None:
     best, mask = np.array(np.inf, np.float32), np.zeros(by_hand.VOCABULARY, np.float32)
-    mask[0] = -np.inf  # no example has token 0
+    mask[0] = least  # no example has token 0
     report = checked(make, best=best, mask=mask)
     assert report.cause is cause, str(report)
 
