@@ -151,6 +151,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         try:
             inner = Standard(_up_to(subject, length), standard.unit)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
+            standard.gradient_examined = False
             return
         if not are_different(inner, split):
             continue

@@ -214,10 +214,10 @@ class Subject:
     def floats_of(
         self, function: Step, batch: Tree, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None = None
     ) -> list[np.ndarray]:
-        """Calls another function of parameters and batch; returns its float leaves in float64."""
+        """Calls another function of parameters and batch; returns its float leaves in float64, 0 for infinities."""
         leaves = flattened(self.call(function, batch, wide, noise)[0])[0]
         arrays = [array_of(x) for x in leaves if is_present(x)]
-        return [as_floats(x) for x in arrays if is_float_dtype(x.dtype)]
+        return [finite(as_floats(x)) for x in arrays if is_float_dtype(x.dtype)]
 
     def call(
         self,

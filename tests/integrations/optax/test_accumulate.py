@@ -305,11 +305,16 @@ def test_bad_updates(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_ledger_has_the_number_of_the_place_or_the_one_that_is_given(door: Any, order: Any) -> None:
     tx = door(NEGATE, 4, reduction=gc.reductions.numbered(gc.reductions.mean(), 4), order=order)
-    call = jax.jit(tx.update if hasattr(tx, "update") else tx.apply)
+    eagerly = tx.update if hasattr(tx, "update") else tx.apply
+    call = jax.jit(eagerly)
     state, grads = tx.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
     for given in ({}, {}, {"number": 3}, {"number": 1}):
         _, state = call(grads, state, PARAMS, **given)
     assert gc.ledger.read(state) == gc.ledger.Ledger((0, 1, 3), (2,), (1,))
+    state = tx.init(PARAMS)
+    _, state = call(grads, state, PARAMS, number=1)
+    with pytest.raises(gc.GradCombineError):
+        eagerly(grads, state, PARAMS, number=1)
     with pytest.raises(gc.GradCombineError, match="no number, or a reduction that is numbered"):
         accumulate(NEGATE, 4).update(grads, accumulate(NEGATE, 4).init(PARAMS), PARAMS, number=0)
 

@@ -248,6 +248,15 @@ def test_a_number_that_comes_again_counts_once(strategy: Any, run: Any, order: A
         module(*microbatch(strategy, 0), number=per_replica(strategy, lambda r: np.int32(2 * size)))
 
 
+def test_a_number_that_comes_again_counts_toward_a_window_of_calls() -> None:
+    w, numbered = tf.Variable(tf.zeros(())), gc.reductions.numbered(gc.reductions.mean(), 3)
+    step = AccumulatedStep(lambda x: ([x], 1.0), [w], subtract, every=3, reduction=numbered)
+    assert [bool(step(tf.constant(x), number=k)[0]) for k, x in ((0, 1.0), (1, 2.0), (1, 2.0))] == [False, False, True]
+    assert w.numpy() == -1.5
+    with pytest.raises(gc.GradCombineError):
+        gc.ledger.require_once(*step.states())
+
+
 @REPLICATED
 def test_microbatches_have_the_numbers_that_calls_give_them(strategy: Any, run: Any) -> None:
     """So microbatches of a window that other replicas left open can be redistributed."""

@@ -170,6 +170,10 @@ def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -
     assert got["b"] == -0.5
 
 
+def test_the_page_counts_the_strategies() -> None:
+    assert len(DEFAULT) == 18 and "with eighteen strategies" in Path("docs/plan.md").read_text()
+
+
 def test_strategies_have_names() -> None:
     for name in DEFAULT:
         assert way_of(way_of(name).name) == way_of(name)

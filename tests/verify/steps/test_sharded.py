@@ -135,6 +135,29 @@ def test_a_step_for_one_device_alone_is_refused() -> None:
         check(lambda k: make_step(k), microbatches=(1,), devices=(2,))
 
 
+@pytest.mark.parametrize("infinite", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_an_infinite_mask_on_devices(right: bool, infinite: bool) -> None:
+    """Declared to be replicated, unchecked, but infinite on the first device only if it is not right."""
+
+    def make_step(k: int, devices: int = 1) -> Any:
+        del k
+
+        def local(p: Any, part: Any) -> Any:
+            first = right or jax.lax.axis_index("d") == 0
+            return p[0] + jax.lax.pmean(part.mean(), "d"), jax.numpy.where(first, p[1], 0)
+
+        mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",)), jax.sharding.PartitionSpec
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec(), check_vma=False))
+
+    batch, mask = np.random.default_rng(0).normal(size=8).astype(np.float32), np.zeros(3, np.float32)
+    mask[0] = -np.inf if infinite else 0
+    report = check_step(
+        make_step, (np.ones(2, np.float32), mask), batch, microbatches=(1,), devices=(1, 2), returns="params"
+    )
+    assert report.cause is (None if right or not infinite else Cause.NOT_EXCHANGED), str(report)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("right", [True, False])
 def test_a_result_that_differs_between_devices_is_named(right: bool) -> None:
