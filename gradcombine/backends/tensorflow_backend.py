@@ -66,7 +66,8 @@ class TensorflowBackend(Backend):
         if not self.owns(leaf):
             return super().shape(leaf)
         if not leaf.shape.is_fully_defined():
-            expected = "a shape that is known while tracing (tf.ensure_shape sets and checks it)"
+            sparse, dense = "tf.IndexedSlices with a constant dense_shape", "a shape that is known while tracing"
+            expected = sparse if isinstance(leaf, tf.IndexedSlices) else f"{dense} (tf.ensure_shape sets and checks it)"
             raise invalid(expected, leaf.shape)
         return tuple(leaf.shape)
 

@@ -59,6 +59,14 @@ def test_the_error_names_operation_and_leaf(name: str) -> None:
     assert str(caught.value).endswith("received (None,)")
 
 
+def test_rows_need_the_shape_of_the_dense_array() -> None:
+    import tensorflow as tf
+
+    rows = tf.IndexedSlices(tf.constant([KNOWN]), tf.constant([0]))
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected tf.IndexedSlices with a constant dense"):
+        gc.mean([{"w": rows}, {"w": KNOWN[None]}])
+
+
 def test_a_stated_shape_is_enough() -> None:
     import tensorflow as tf
 

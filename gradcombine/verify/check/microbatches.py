@@ -103,7 +103,7 @@ def _checked(
         faults = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.within_windows()]
         within += faults
         runs.append(StepRun(f"the accumulator with {split}", windows.share, None, None, ""))
-        if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in faults):
+        if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in faults) and windows.ends_at_last:
             coefficients[split.microbatches] = windows.coefficients
             across += [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.across_windows()]
     report = StepReport((), (), "")

@@ -132,6 +132,11 @@ def test_all_causes_are_listed() -> None:
     assert [fault.cause for fault in report.faults] == [Cause.MEAN_OF_MEANS, Cause.PARTIAL_DROPPED]
 
 
+def test_an_optimizer_that_runs_at_each_microbatch_is_the_only_cause() -> None:
+    report = check(ALIKE, SGD, lambda inner, k: optax.chain(inner, optax.apply_every(k)))
+    assert [fault.cause for fault in report.faults] == [Cause.COUNTED]
+
+
 @pytest.mark.parametrize("partial", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_right_accumulation_passes(partial: bool) -> None:
     report = check(FULL, optimizer(), accumulate, arguments=weighted, partial=partial, microbatches=[2, 3, 4])
