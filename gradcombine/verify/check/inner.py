@@ -175,7 +175,8 @@ def are_far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[fl
 def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """Returns candidate numbers of last operations that form the optimizer.
 
-    Candidates whose inputs have the shapes of the parameters come first, and larger numbers before smaller ones.
+    Candidates whose inputs have the shapes of the parameters come first, of them those that do not begin with a
+    division by a computed number, and larger numbers before smaller ones.
     """
     pairs = zip(one.operations[::-1], divided.operations[::-1], strict=False)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -184,8 +185,14 @@ def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]
         inputs = one.inputs(length)
         if inputs and one.shapes(inputs) == divided.shapes(divided.inputs(length)):
             by_inputs.setdefault(inputs, length)
-    # In any order: optimizers of groups of parameters use them in another one.
-    return sorted(by_inputs.values(), key=lambda length: not _are_parts(one.shapes(one.inputs(length)), shapes, 1))
+
+    def rank(length: int) -> int:
+        inputs = divided.inputs(length)
+        if not _are_parts(divided.shapes(inputs), shapes, 1):
+            return 2
+        return int(any(divided.may_rescale(i, length) for i in inputs))
+
+    return sorted(by_inputs.values(), key=rank)
 
 
 def _up_to(subject: Subject, length: int) -> Subject:

@@ -7,6 +7,7 @@ if the spec of an argument that it depends on, or an operation in between, names
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -46,6 +47,7 @@ class Recorded:
         self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
         self.dependencies: list[Dependencies] = []
         self._visited: list[Any] = []
+        self._users = defaultdict[int, list[int]](list)  # the values that are computed from each value, directly
 
         def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
             batch, values, chosen = replacement
@@ -55,7 +57,7 @@ class Recorded:
                 value, replaces = next(pairs)
                 return jax.numpy.where(replaces, value.astype(x.dtype), x)
 
-            return self._run(params, batch, replace)
+            return self._run(params, batch, replace)[0]
 
         self.rest = jax.jit(rest)
         self.values = lru_cache(maxsize=2)(self._values)
@@ -63,9 +65,9 @@ class Recorded:
 
     def _values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
         def step(params: Tree, batch: Tree) -> list[Any]:
-            self._run(params, batch, lambda x: x)
+            _, visited = self._run(params, batch, lambda x: x)
             # Indices depend on the batch: for one of another size, other values may have the parameters' shapes.
-            return [self._visited[i] for i in self.inputs(*lengths)] if lengths else self._visited
+            return [visited[i] for i in self.inputs(*lengths)] if lengths else visited
 
         return import_module("jax").jit(step)
 
@@ -78,8 +80,7 @@ class Recorded:
     def may_rescale(self, index: int, length: int) -> bool:
         """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
         while True:
-            users = [j for j, x in enumerate(self.dependencies) if index in (x or ())]
-            users = [j for j in users if j >= len(self.operations) - length]
+            users = [j for j in self._users[index] if j >= len(self.operations) - length]
             if len(users) != 1:
                 return False
             name, _, constants = self.operations[index := users[0]]
@@ -89,14 +90,16 @@ class Recorded:
     def shapes(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.operations[i][1] for i in indices]
 
-    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> Tree:
+    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> tuple[Tree, list[Any]]:
+        """Runs the step; returns its result and the recorded values, or what ``visit`` made of them."""
         jax = import_module("jax")
         program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
-        self.operations, self.dependencies, self._visited = [], [], []
+        self.operations, self.dependencies, self._visited, self._users = [], [], [], defaultdict(list)
         arguments = [Tracked(x) for x in jax.tree.leaves(params)]
         arguments += [Tracked(x, ()) for x in jax.tree.leaves(batch)]
         results = self._evaluate(program, arguments, visit)
-        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results])
+        visited, self._visited = self._visited, []
+        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results]), visited
 
     def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
         """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""
@@ -156,6 +159,8 @@ class Recorded:
             return Tracked(x, indices, axes=axes)
         self.operations.append((name, x.shape, constants))
         self.dependencies.append(indices)
+        for i in indices:
+            self._users[i].append(len(self.operations) - 1)
         self._visited.append(visit(x))
         return Tracked(self._visited[-1], (len(self.operations) - 1,))
 
