@@ -34,7 +34,11 @@ def accumulated_step(
     """
     over = gc.jax_axis(axis)
     tx = accumulate_and_apply(optimizer, over=over, **settings)
-    gradient, key = value_and_grad(loss, 1, weight=weight), Loss.of(loss).rng_argnum
+    gradient, task = value_and_grad(loss, 1, weight=weight), Loss.of(loss)
+    key = task.rng_argnum
+
+    def returns_weight(x: Tree) -> bool:
+        return isinstance(x, LossOutput) and x.weight is not None
 
     def init(params: Tree, *example: Tree) -> Tree:
         return map_replicas(tx.init, over)(params)
@@ -44,9 +48,13 @@ def accumulated_step(
             own = jax.random.fold_in(batch[key - 1], jax.lax.axis_index(axis))
             batch = (*batch[: key - 1], own, *batch[key:])
         value, grads = gradient(params, *batch)
-        # The weight of a LossOutput is the number of examples or tokens that this microbatch's mean is over.
-        weight = value.weight if isinstance(value, LossOutput) else 1.0
-        return tx.apply(grads, state, params, weight=weight, flush=flush)
+        # The weight is the number of examples or tokens that the loss of this microbatch is the mean over.
+        rows = [x for x, each in zip(batch, divided, strict=True) if each]
+        total = weight(*rows) if weight else len(jax.tree.leaves(rows)[0])
+        outputs = jax.eval_shape(task.function, params, *batch)
+        if any(map(returns_weight, jax.tree.leaves(outputs, is_leaf=returns_weight))):
+            total = value.weight
+        return tx.apply(grads, state, params, weight=total, flush=flush)
 
     mapped = map_replicas(step, over, batch_argnums=[2 + i for i, each in enumerate(divided) if each])
     call, flush = (jax.jit(partial(mapped, flush=ends), donate_argnums=(0, 1)) for ends in (False, True))

@@ -170,6 +170,30 @@ def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -
     assert got["b"] == -0.5
 
 
+@pytest.mark.parametrize(
+    "name", ["accumulate", *(pytest.param(name, marks=pytest.mark.full) for name in ("window", "every"))]
+)
+@pytest.mark.parametrize("form", ["argument", "beside metrics", "examples"])
+def test_the_code_weights_microbatches_by_what_their_loss_averages_over(name: str, form: str) -> None:
+    """Two microbatches of two thirds and one third of the examples; weights and sums are small integers."""
+
+    def loss(params: Any, x: Any, mask: Any) -> Any:
+        value = jnp.sum(x * params["w"][:, 0][None] * mask[:, None]) / jnp.sum(mask)
+        return LossOutput(value, aux=jnp.sum(mask)) if form == "beside metrics" else value
+
+    weight = None if form == "examples" else lambda x, mask: jnp.sum(mask)
+    rows, mesh, params = np.arange(12, dtype=np.float32), jax.make_mesh((2,), ("data",)), {"w": jnp.zeros((1, 1))}
+    mask = np.float32([1] * 12 if form == "examples" else [1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
+    data, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    batch = jax.device_put((rows[:, None], mask), data)
+    (row,) = planned([name], loss=loss, params=params, batch=batch, weight=weight, microbatches=2, mesh=mesh).rows
+    parts = [jax.device_put((rows[a:b, None], mask[a:b]), data) for a, b in ((0, 8), (8, 12))]
+    names = {"loss": loss, "optimizer": OPTIMIZER, "mesh": mesh, "params": jax.device_put(params, replicated)}
+    names |= {"weight": weight, "batch": batch, "microbatches": parts}
+    exec(row.code, names)
+    assert names["params"]["w"].item() == np.float32(-0.5 * (rows * mask).sum() / mask.sum())
+
+
 def test_the_page_counts_the_strategies() -> None:
     assert len(DEFAULT) == 18 and "with eighteen strategies" in Path("docs/plan.md").read_text()
 
