@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import keras
+import numpy as np
 from keras.src.backend import get_keras_mask  # no public function returns the mask of a JAX array
 
 from gradcombine.errors import invalid, operation, within
@@ -67,11 +68,14 @@ def require_weighable(model: Any, reduction: str) -> None:
     Raises:
       GradCombineError: for a mixture of means and sums, also of sums and weight penalties; for sums if the window is a
         mean, which would multiply a sum by a number of examples; for means over the labels that are not ignored, or
-        over the steps that are not masked.
+        over the steps that are not masked; for losses that compare the examples of a batch.
     """
     losses, reductions = _losses(model), _reductions(model)
     if any(getattr(loss, "ignore_class", None) is not None and loss.reduction in _MEANS for loss in losses):
         raise invalid(_COUNTED, "a loss with ignore_class", "loss")
+    if name := next(filter(None, map(_of_batch, losses)), ""):
+        expected = "losses of single examples, or an override of microbatch_weight (WeightedTrainStep)"
+        raise invalid(expected, f"{name}, which is computed from all examples of a batch", "loss")
     require_no_mask(model, getattr(model, "outputs", None) or [])
     summed = reductions.difference(_MEANS)
     if not summed:
@@ -164,6 +168,16 @@ def _reductions(model: Any) -> set[Any]:
     return {
         getattr(x, "reduction", _MEANS[0]) if isinstance(x, keras.losses.Loss) else _MEANS[0] for x in _losses(model)
     }
+
+
+def _of_batch(loss: Any) -> str:
+    """Name of a loss that is no mean or sum over examples; empty for others."""
+    made = keras.losses.get(loss) if isinstance(loss, str) else loss
+    name, axes = getattr(getattr(made, "fn", made), "__name__", ""), getattr(made, "axis", None)
+    function = getattr(keras.losses, name, None) if name in ("circle", "dice", "tversky") else None
+    if function is None or function is not getattr(made, "fn", made):
+        return ""
+    return "" if axes is not None and 0 not in np.atleast_1d(axes) else name
 
 
 def _losses(model: Any) -> list[Any]:

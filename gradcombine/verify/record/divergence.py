@@ -16,7 +16,7 @@ from gradcombine.verify.record.trace import STAGES
 
 CAUSES = {
     "inputs": "the inputs: the data, its order, or the parameters before the step",
-    "gradients": "the gradients: the model, its loss, or its kernels",
+    "gradients": "the gradients: the model, its parameters, its loss, or its kernels",
     "combined": "the combine: weights, order or precision",
     "updates": "the optimizer: its settings, its state or its schedule",
     "params": "the application of the updates",

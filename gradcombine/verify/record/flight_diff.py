@@ -17,6 +17,7 @@ from gradcombine.verify.diff.comparing import require_rules
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import NO_RULES, Rules, match
 from gradcombine.verify.record.flight import EVERY, Leaf, Log
+from gradcombine.verify.record.trace import STAGES
 
 SHOWN = 8
 """Maximum number of names or numbers in a sentence."""
@@ -50,7 +51,7 @@ class LogReport(NamedTuple):
 
     Attributes:
       compared: number of digests compared.
-      first: the first difference, by step, then replica, then leaf; None if there is none.
+      first: the first difference, by step, then replica, then stage, then leaf; None if there is none.
       parted: number of digests that differ, by step, for steps with a difference.
       steps: number of steps that both logs have.
       problems: sentences about parts that were not compared, and contradictions within a log.
@@ -102,9 +103,15 @@ def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
             if different:
                 counts[step] += len(different)
             if different and first is None:
-                first = _parting(a, b, step, replica, *different[0])
+                first = _parting(a, b, step, replica, *min(different, key=lambda pair: _stage(a.leaves[pair[0]].name)))
     problems += [f"only {side} has replica {replica}, in {n} steps" for (side, replica), n in sorted(one_sided.items())]
     return LogReport(compared, first, dict(counts), len(common), tuple(problems))
+
+
+def _stage(leaf: str) -> int:
+    """Position of a leaf's stage in a step, if its name begins with one."""
+    stage = leaf.partition("/")[0]
+    return STAGES.index(stage) if stage in STAGES else 0
 
 
 def _parting(a: Log, b: Log, step: int, replica: int, i: int, j: int) -> Parting:

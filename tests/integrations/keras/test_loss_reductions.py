@@ -136,6 +136,26 @@ def test_a_mean_over_labels_that_are_not_ignored_is_refused(model: type) -> None
         change(loss, "mean", model, {})
 
 
+OF_BATCHES = ["dice", "Tversky", keras.losses.Dice(), keras.losses.Dice(axis=(0, 1)), keras.losses.circle]
+
+
+@pytest.mark.parametrize("loss", OF_BATCHES)
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_a_loss_that_compares_the_examples_of_a_batch_is_refused(model: type, loss: Any) -> None:
+    with pytest.raises(GradCombineError, match="which is computed from all examples of a batch"):
+        change(loss, "mean", model, {})
+
+
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_a_dice_loss_of_single_examples_is_a_mean(model: type) -> None:
+    loss = keras.losses.Dice(axis=(1,))
+    one = linear(keras.optimizers.SGD(1.0), model)
+    one.compile(one.optimizer, loss)
+    one.fit(X, Y, batch_size=ROWS, verbose=0)
+    expected = 1 - one.weights[0].numpy()[:, 0].astype(np.float64)
+    np.testing.assert_allclose(change(loss, "mean", model, {}), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("reaches_outputs", [True, False])
 @pytest.mark.parametrize("bases", [(keras.Model,), (WeightedTrainStep, keras.Model)])
 @pytest.mark.parametrize("functional", [True, False])

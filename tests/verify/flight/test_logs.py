@@ -100,6 +100,16 @@ def test_equal_logs_pass_and_the_command_says_what_differs(tmp_path: Path) -> No
     assert "gradients/wide" in (tmp_path / "out.html").read_text()
 
 
+def test_the_first_leaf_is_one_of_the_earliest_stage(tmp_path: Path) -> None:
+    like = {stage: np.zeros(2, np.float32) for stage in ("gradients", "inputs", "params", "updates")}
+    clean = gc.digest(like)
+    a, changed = write(tmp_path / "a.log", {(0, 0): clean}, like, ()), np.array(clean)
+    for leaf in ("params", "updates", "gradients", "inputs"):
+        changed[sorted(like).index(leaf)] += np.uint32(1)
+        report = compared(a, write(tmp_path / f"{leaf}.log", {(0, 0): changed}, like, ()))
+        assert report.first is not None and report.first.leaf == leaf
+
+
 def test_the_odd_replica_is_named_where_all_should_agree(tmp_path: Path) -> None:
     odd = {key: row.copy() for key, row in CLEAN.items()}
     odd[1, 2][5] += np.uint32(7)  # of params/count
