@@ -153,11 +153,12 @@ def train_step(
     mean, unless the compiler fuses it into the optimizer. All other calls only add to the accumulators in place.
 
     On a mesh, ``over`` names a mesh axis, and params and batch are placed on the mesh; ``step.init(params)`` and the
-    step are called as usual. ``state.window.levels`` and ``state.carry`` get a leading axis of replicas, sharded over
-    the mesh; everything else is sharded like the parameters. With ``every``, calls communicate only at the end of a
-    window. Parameters that are sharded over the axis are gathered for the loss once per call, and each device receives
-    only the sums that its shard of the optimizer reads: a reduce-scatter on GPUs. (With ``every``, leaves of 30 MiB and
-    more are all-reduced in place, unless explicit axes show that the parameters are sharded.)
+    step are called as usual (``init`` within jit only under ``jax.set_mesh``). ``state.window.levels`` and
+    ``state.carry`` get a leading axis of replicas, sharded over the mesh; everything else is sharded like the
+    parameters. With ``every``, calls communicate only at the end of a window. Parameters that are sharded over the axis
+    are gathered for the loss once per call, and each device receives only the sums that its shard of the optimizer
+    reads: a reduce-scatter on GPUs. (With ``every``, leaves of 30 MiB and more are all-reduced in place, unless
+    explicit axes show that the parameters are sharded.)
 
     In shard_map, use ``step.function`` as the body, and call ``step.init`` inside as well. With ``every``, a window
     outlives the call: give ``state.window.levels`` and ``state.carry`` a leading axis of replicas (``x[None]`` on

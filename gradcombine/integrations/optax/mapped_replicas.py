@@ -91,7 +91,8 @@ def map_replicas(
     Returns:
       A function of the same arguments, mapped by jax.shard_map over these axes alone, without check_vma. In its states,
       ``window.levels`` and the ``detail`` of a skip function have a leading axis of replicas; so create the state by
-      ``map_replicas(tx.init, over)(params)``. If pmap, vmap or shard_map binds the axes, ``function`` is called as is.
+      ``map_replicas(tx.init, over)(params)``, within jit only under ``jax.set_mesh``. If pmap, vmap or shard_map binds
+      the axes, ``function`` is called as is.
 
     Raises:
       GradCombineError: for axes that are neither bound nor mesh axes, arguments on several meshes, a batch that is not

@@ -22,24 +22,26 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
-from gradcombine.verify.check.recorded import Recorded
+from gradcombine.verify.check.recorded import UNSCALED, Recorded
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
 
 CUTS = 2
 """Number of points at which a step is cut off; the earliest ones."""
 
+GRADIENTS = "in the gradient that reaches the optimizer"
 
-def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int]]]:
+
+def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int], str]]:
     """Yields the step up to the gradients that reach the optimizer, for all cuts that predict the result.
 
     Each comes with the leaves of the state that differ, but do not depend on these gradients, such as running
-    statistics. Cuts without such leaves come first.
+    statistics, and with words for the cut. Cuts without such leaves come first.
     """
     subject = standard.subject
     if subject.framework == "torch":
         inner = import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
-        yield from ((x, []) for x in inner)
+        yield from ((x, [], GRADIENTS) for x in inner)
         return
     try:
         one, divided = (_recorded(standard, split) for split in (ONE_BATCH, case.split))
@@ -57,14 +59,20 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
             moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
             if accounts_for(standard, case, predicted, 1, range(count)):
-                yield Standard(_up_to(subject, length), standard.unit), []
+                yield Standard(_up_to(subject, length), standard.unit), [], _words(one, length)
             elif accounts_for(standard, case, predicted, 1, moved):
                 partial_cuts.append((length, [i for i in range(count) if i not in moved]))
         except (NotWide, NotFiniteError, ValueError):
             continue
     for length, others in sorted(partial_cuts, key=lambda x: len(x[1])):
         with suppress(NotFiniteError, ValueError):
-            yield Standard(_up_to(subject, length), standard.unit), others
+            yield Standard(_up_to(subject, length), standard.unit), others, _words(one, length)
+
+
+def _words(one: Recorded, length: int) -> str:
+    """Returns words for the inputs of the last operations."""
+    adds = all(name in (*UNSCALED, "add", "sub") for name, _, _ in one.operations[-length:])
+    return "in the updates that are added to the parameters" if adds else GRADIENTS
 
 
 def updated_in_sequence(

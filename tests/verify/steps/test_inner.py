@@ -82,6 +82,16 @@ def test_gradients_clipped_on_each_device_before_adam_are_named(how: str) -> Non
     assert "in the gradient that reaches the optimizer" in report.faults[0].detail
 
 
+def test_a_learning_rate_times_the_number_of_microbatches_is_not_in_the_gradient() -> None:
+    def make_step(k: int) -> Step:
+        tx = optax.adamw(k * 1e-2)
+        return jax.jit(lambda s, rows: updated(tx, s, jax.grad(lambda p: jnp.mean(squares(p, rows)))(s[0])))
+
+    report = check_step(make_step, (PARAMS, optax.adamw(1).init(PARAMS)), ROWS, microbatches=(4,), returns="params")
+    assert report.cause is Cause.SCALED, report
+    assert "in the updates that are added to the parameters" in report.faults[0].detail
+
+
 @pytest.mark.parametrize("batch", [ROWS, MASKED], ids=["equal", "masked"])
 def test_a_division_by_a_number_that_a_loop_counts_is_not_the_optimizer(batch: Any) -> None:
     loss = masked if "mask" in batch else lambda p, rows: jnp.mean(squares(p, rows))
