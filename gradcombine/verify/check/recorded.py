@@ -21,8 +21,8 @@ from gradcombine.verify.check.retyping import inner, mapped, operations
 from gradcombine.verify.check.running import NotWide, Split, Subject
 from gradcombine.verify.check.step_program import scope_of
 
-EQUALIZING = "psum", "psum_invariant", "pmax", "pmin"
-"""Operations whose results are equal on all devices along their axes."""
+EQUALIZING = "psum", "psum_invariant", "pmax", "pmin", "all_gather_invariant"
+"""Operations whose results are equal on all devices along their axes; also all_gather, unless JAX's types say not."""
 
 
 class Recorded:
@@ -47,7 +47,9 @@ class Recorded:
         self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
         self.dependencies: list[Dependencies] = []
         self._visited: list[Any] = []
-        self._users = defaultdict[int, list[int]](list)  # the values that are computed from each value, directly
+        self._users: defaultdict[int, list[int]] = defaultdict(list)
+        """The values that are computed from each value, directly."""
+        self._equalizing: tuple[str, ...] = EQUALIZING
 
         def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
             batch, values, chosen = replacement
@@ -123,7 +125,8 @@ class Recorded:
                 with import_module("jax").named_scope(scope_of(x)):
                     outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
                 outputs = outputs if x.primitive.multiple_results else [outputs]
-                results = [self._recorded(x.primitive.name, y, operands, visit, _axes(x, operands)) for y in outputs]
+                axes = self._axes(x, operands)
+                results = [self._recorded(x.primitive.name, y, operands, visit, axes) for y in outputs]
             values.update(zip(x.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -134,7 +137,10 @@ class Recorded:
         def on_device(*arguments: Any) -> tuple[list[Any], list[Any]]:
             rows = zip(operands, arguments, params["in_specs"], strict=True)
             entering = [y._replace(value=value, axes=y.axes | _named(tuple(spec))) for y, value, spec in rows]
+            outer = self._equalizing
+            self._equalizing = EQUALIZING if params["check_vma"] else (*EQUALIZING, "all_gather")
             inside[:] = self._evaluate(params["jaxpr"], entering, visit)
+            self._equalizing = outer
             return [y.value for y in inside], self._visited[start:]
 
         specs = list(params["out_specs"]), import_module("jax").sharding.PartitionSpec()
@@ -145,6 +151,15 @@ class Recorded:
             self._recorded("shard_map", value, [y], visit, outside) if y.axes - outside else y._replace(value=value)
             for value, y in zip(outputs, inside, strict=True)
         ]
+
+    def _axes(self, equation: Any, operands: Sequence[Tracked]) -> Axes:
+        """Returns the axes along which the results of an operation may differ."""
+        axes = frozenset[Hashable]().union(*(y.axes for y in operands))
+        for x in (equation, *(y for program in inner(equation) for y in operations(program))):
+            named = _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))
+            equalizes = x is equation and x.primitive.name in self._equalizing
+            axes = axes - named if equalizes and x.params.get("axis_index_groups") is None else axes | named
+        return axes
 
     def _recorded(
         self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any], axes: Axes
@@ -203,18 +218,9 @@ def _bind_params(equation: Any) -> tuple[Any, Any]:
     return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))
 
 
-def _axes(equation: Any, operands: Sequence[Tracked]) -> Axes:
-    """Returns the axes along which the results of an operation may differ."""
-    axes = frozenset[Hashable]().union(*(y.axes for y in operands))
-    for x in (equation, *(y for program in inner(equation) for y in operations(program))):
-        named = _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))
-        equalizes = x is equation and x.primitive.name in EQUALIZING and x.params.get("axis_index_groups") is None
-        axes = axes - named if equalizes else axes | named
-    return axes
-
-
 def _named(axes: Any) -> Axes:
     """Returns the names among the axes of an operation or a partition spec; others are numbers."""
-    parts = axes if isinstance(axes, tuple) else (axes,)
-    names = [y for x in parts for y in (x if isinstance(x, tuple) else (x,))]
-    return frozenset(x for x in names if x is not None and not isinstance(x, int))
+    parts: list[Any] = []
+    for x in cast("tuple[Any, ...]", axes if isinstance(axes, tuple) else (axes,)):
+        parts += cast("tuple[Any, ...]", x if isinstance(x, tuple) else (x,))
+    return frozenset(x for x in parts if x is not None and not isinstance(x, int))

@@ -44,7 +44,11 @@ def on_devices(how: str, clips: bool) -> Callable[..., Step]:
             gradient = jax.grad(lambda p: jnp.mean(squares(p, rows)))(p)
             if clips:
                 gradient, _ = optax.clip_by_global_norm(0.3).update(gradient, optax.EmptyState())
-            return updated(CLIPPED_ADAM, state, jax.lax.pmean(gradient, "d"))
+            if how == "gathered":
+                mean = jax.tree.map(lambda x: jnp.mean(jax.lax.all_gather(x, "d"), axis=0), gradient)
+            else:
+                mean = jax.lax.pmean(gradient, "d")
+            return updated(CLIPPED_ADAM, state, mean)
 
         if how == "pmap":
             mapped = jax.pmap(step, axis_name="d", in_axes=(None, 0), devices=jax.devices()[:devices])
@@ -66,7 +70,7 @@ def of_devices(how: str, clips: bool) -> StepReport:
     return check_step(on_devices(how, clips), state, ROWS, microbatches=(1,), devices=(2,), returns="params")
 
 
-HOW = ["shard_map", pytest.param("unchecked", marks=pytest.mark.full), "pmap"]
+HOW = ["shard_map", *(pytest.param(how, marks=pytest.mark.full) for how in ("unchecked", "gathered")), "pmap"]
 
 
 @pytest.mark.parametrize("how", HOW)
