@@ -283,7 +283,7 @@ def checked(
     if not faults and (difference := step_program.other_constants(subject, splits[-1])):
         not_checked.append(difference)
     if reference_floats is None:
-        not_checked.append(f"accuracy, since {standard.not_wide}")
+        not_checked.append(f"accuracy, since {standard.not_wide} (pass a reference)")
     return StepReport(tuple(faults.values()), tuple(runs), source, tuple(not_checked), not_asked)
 
 

@@ -196,7 +196,7 @@ def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]
 
     def rank(length: int) -> int:
         inputs = divided.inputs(length)
-        if not _are_parts(divided.shapes(inputs), shapes, 1):
+        if not _are_parts(divided.shapes(inputs), shapes, int(any(shapes))):
             return 2
         return int(any(divided.may_rescale(i, length) for i in inputs))
 
