@@ -152,6 +152,8 @@ def predict(problem: Problem, strategy: Strategy, microbatch: Figures) -> Figure
     o = device_bytes(split_specs(problem, optimizer) if sharded else optimizer)
     accumulators = a / n if scattered else a
     wire = strategy.mean.get("wire")
+    if any(size > 1 for name, size in problem.mesh.shape.items() if name != problem.axis):
+        wire = None  # leaves stay wide beside axes that the compiler shards
     sums = _exchange(strategy, n, k, a, a if wire is None or n == 1 else _encoded_bytes(state, wire, n))
     gathers = {"replicated": 0, "zero1": 1, "zero2": 1, "fsdp": calls}[strategy.place] * (n > 1)
 

@@ -120,6 +120,16 @@ def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_i
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["window+bfloat16", "window+8bits"])
+def test_sums_stay_wide_beside_axes_that_the_compiler_shards(name: str) -> None:
+    like = {"w": jax.ShapeDtypeStruct((256, 2), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
+    batch, mesh = jax.ShapeDtypeStruct((K * N * ROWS, 256), jnp.float32), jax.make_mesh((2, 2), ("data", "model"))
+    rows = {row.name: row for row in planned(["window", name], params=like, batch=batch, mesh=mesh).rows}
+    assert rows[name].predicted.sent == rows["window"].predicted.sent  # pyright: ignore[reportOptionalMemberAccess]
+    assert rows[name].compiled.sent == rows["window"].compiled.sent  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.full
 def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
     """ZeRO-2 cannot be combined with an optimizer that clips by the global norm."""
     clipping = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
