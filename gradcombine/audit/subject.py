@@ -184,6 +184,8 @@ class Exchange(NamedTuple, Generic[X]):
 
     @property
     def over(self) -> str:
+        if self.kind == "collective-permute":
+            return "between pairs of devices"
         return f"over {self.members if self.groups else 'an unknown number of'} devices"
 
     def __str__(self) -> str:

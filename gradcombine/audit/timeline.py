@@ -117,7 +117,7 @@ def _exchange(report: Audit, number: int) -> str:
     x = report.exchanges[number - 1]
     source = short(report.program.source(x.x))
     often = f", {x.times:,} times in a call" * (x.times > 1)
-    return f"{number}: {x.kind} of {size_text(x.size)} over {x.members} devices{often}" + f", {source}" * bool(source)
+    return f"{number}: {x.kind} of {size_text(x.size)} {x.over}{often}" + f", {source}" * bool(source)
 
 
 def _note(report: Audit, published: bool) -> str:

@@ -207,6 +207,7 @@ def test_values_that_devices_pass_round_in_a_loop_are_told_apart() -> None:
     )
     held = classes(found)
     assert (held["passed"], held["kept"]) == (8, 4)
+    assert [str(x) for x in found.exchanges] == ["collective-permute of 16 B between pairs of devices"]
 
 
 JOINED = """HloModule jit_f, is_scheduled=true, num_partitions=2
