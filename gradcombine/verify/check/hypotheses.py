@@ -242,21 +242,20 @@ def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Predic
     of_params = standard.subject.returns_params and case.leaves is None
     if not of_params or early != (case.terms is not None or standard.hides_sizes):
         return
-    metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
+    metrics, statistics = [*range(len(standard.subject.param_leaves), len(standard.names))], list[Prediction]()
     for inner, others, where in islice(before_update(standard, case), CUTS):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:
-            yield from beside_statistics(standard, case, [*others, *metrics])
-        if cause is Cause.STATISTICS or (cause is not Cause.UNEXPLAINED and not others):
+            beside = beside_statistics(standard, case, [*others, *metrics])
+            statistics += [*beside, Prediction(cause, f"{detail}; {where}", line=line)]
+        elif cause is not Cause.UNEXPLAINED and not others:
             yield Prediction(cause, f"{detail}; {where}", line=line)
+    yield from statistics
 
 
 def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause, str, str] | None:
-    """Explains a difference of gradients that the optimizer hides, so that results are equal.
-
-    Returns None if there is no difference, or a factor by which the optimizer may divide again.
-    """
+    """Explains gradients that differ though results are equal; None for a factor by which the optimizer may divide."""
     answer: tuple[Cause, str, str] | None = None
     for inner, may_rescale in hidden_by_update(standard, split):
         native, (cause, detail, line) = _explain_inner(inner, split, terms)

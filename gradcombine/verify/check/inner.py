@@ -22,7 +22,7 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
-from gradcombine.verify.check.recorded import UNSCALED, Recorded
+from gradcombine.verify.check.recorded import EQUALIZING, UNSCALED, Recorded
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
 
@@ -49,7 +49,8 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
     except Exception:  # the step cannot be traced, or not run like this
         return
     count, partial_cuts = len(subject.param_leaves), list[tuple[int, list[int]]]()
-    for length in _lengths(one, divided, [x.shape for _, x in subject.param_leaves]):
+    lengths, incomplete = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])
+    for length in [*lengths[:1], *incomplete[:1], *lengths[1:], *incomplete[1:]]:
         counterparts = dict(zip(one.inputs(length), divided.inputs(length), strict=True))
         if all(np.array_equal(values[i], divided_values[j]) for i, j in counterparts.items()):
             continue
@@ -140,7 +141,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
     try:
         one, divided = (_recorded(standard, x) for x in (ONE_BATCH, split))
-        lengths = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
+        lengths = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])[0][:CUTS]
         indices, divided_indices = (x.inputs(*lengths) for x in (one, divided))
         functions = [x.values(*lengths) for x in (one, divided)]
         values, divided_values = (subject.floats_of(x, subject.batch, wide) for x in functions)
@@ -180,27 +181,24 @@ def are_far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[fl
     return any(z > threshold * max(sizes) and np.linalg.norm(x - y) > threshold * z + e for x, y, z, e in rows)
 
 
-def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
     """Returns candidate numbers of last operations that form the optimizer.
 
-    Candidates whose inputs have the shapes of the parameters come first, of them those that do not begin with a
-    division by a computed number, and larger numbers before smaller ones.
+    Those that depend on the examples through their inputs only, in the order of the program: what is equal at the first
+    one is equal at all. Then others, of which those whose inputs have the shapes of the parameters come first.
     """
     pairs = zip(one.operations[::-1], divided.operations[::-1], strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    # A sum over devices is another function for another number of them.
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0][0] not in EQUALIZING, pairs))
     by_inputs: dict[tuple[int, ...], int] = {}
     for length in range(common, 0, -1):
         inputs = one.inputs(length)
         if inputs and one.shapes(inputs) == divided.shapes(divided.inputs(length)):
             by_inputs.setdefault(inputs, length)
-
-    def rank(length: int) -> int:
-        inputs = divided.inputs(length)
-        if not _are_parts(divided.shapes(inputs), shapes, int(any(shapes))):
-            return 2
-        return int(any(divided.may_rescale(i, length) for i in inputs))
-
-    return sorted(by_inputs.values(), key=rank)
+    closed, lengths, least = min(one.closed(), divided.closed()), by_inputs.values(), int(any(shapes))
+    others = [length for length in lengths if length > closed]
+    others.sort(key=lambda length: not _are_parts(one.shapes(one.inputs(length)), shapes, least))
+    return [length for length in lengths if length <= closed], others
 
 
 def _up_to(subject: Subject, length: int) -> Subject:

@@ -1,7 +1,8 @@
 """Records the values in the shapes of the parameters that a JAX step computes, and runs it with others in their place.
 
 Inside of `jax.shard_map`, it records values that are equal on all devices. A value may differ along an axis of the mesh
-if the spec of an argument that it depends on, or an operation in between, names it, up to a sum along this axis.
+if the spec of an argument that it depends on, or an operation in between, names it, up to a sum along this axis. (Other
+values, such as shards that are gathered after the optimizer has scaled them by a norm, may hide the gradient.)
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from gradcombine.verify.check.retyping import inner, mapped, operations
 from gradcombine.verify.check.running import NotWide, Split, Subject
 from gradcombine.verify.check.step_program import scope_of
 
-EQUALIZING = "psum", "psum_invariant", "pmax", "pmin", "all_gather_invariant"
-"""Operations whose results are equal on all devices along their axes; also all_gather, unless JAX's types say not."""
+EQUALIZING = "psum", "psum_invariant", "pmax", "pmin"
+"""Operations whose results are equal on all devices along their axes."""
+
+EXAMPLES = -1
+"""Index of the examples among the dependencies of a value."""
 
 
 class Recorded:
@@ -49,7 +53,6 @@ class Recorded:
         self._visited: list[Any] = []
         self._users: defaultdict[int, list[int]] = defaultdict(list)
         """The values that are computed from each value, directly."""
-        self._equalizing: tuple[str, ...] = EQUALIZING
 
         def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
             batch, values, chosen = replacement
@@ -77,7 +80,17 @@ class Recorded:
         """Returns the indices of the inputs of the last ``length`` operations, in order of use, for each length."""
         starts = [len(self.operations) - length for length in lengths]
         used = (i for start in starts for indices in self.dependencies[start:] for i in indices or () if i < start)
-        return tuple(dict.fromkeys(used))
+        return tuple(dict.fromkeys(i for i in used if i != EXAMPLES))
+
+    def closed(self) -> int:
+        """Returns the number of last operations that depend on the examples through their `inputs` only.
+
+        Ignores scalars that are not used, such as metrics.
+        """
+        for i in range(len(self.operations) - 1, -1, -1):
+            if EXAMPLES in (self.dependencies[i] or ()) and (self.operations[i][1] or self._users[i]):
+                return len(self.operations) - 1 - i
+        return len(self.operations)
 
     def may_rescale(self, index: int, length: int) -> bool:
         """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
@@ -98,7 +111,7 @@ class Recorded:
         program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
         self.operations, self.dependencies, self._visited, self._users = [], [], [], defaultdict(list)
         arguments = [Tracked(x) for x in jax.tree.leaves(params)]
-        arguments += [Tracked(x, ()) for x in jax.tree.leaves(batch)]
+        arguments += [Tracked(x, (EXAMPLES,)) for x in jax.tree.leaves(batch)]
         results = self._evaluate(program, arguments, visit)
         visited, self._visited = self._visited, []
         return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results]), visited
@@ -125,7 +138,7 @@ class Recorded:
                 with import_module("jax").named_scope(scope_of(x)):
                     outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
                 outputs = outputs if x.primitive.multiple_results else [outputs]
-                axes = self._axes(x, operands)
+                axes = _axes(x, operands)
                 results = [self._recorded(x.primitive.name, y, operands, visit, axes) for y in outputs]
             values.update(zip(x.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -137,10 +150,7 @@ class Recorded:
         def on_device(*arguments: Any) -> tuple[list[Any], list[Any]]:
             rows = zip(operands, arguments, params["in_specs"], strict=True)
             entering = [y._replace(value=value, axes=y.axes | _named(tuple(spec))) for y, value, spec in rows]
-            outer = self._equalizing
-            self._equalizing = EQUALIZING if params["check_vma"] else (*EQUALIZING, "all_gather")
             inside[:] = self._evaluate(params["jaxpr"], entering, visit)
-            self._equalizing = outer
             return [y.value for y in inside], self._visited[start:]
 
         specs = list(params["out_specs"]), import_module("jax").sharding.PartitionSpec()
@@ -151,15 +161,6 @@ class Recorded:
             self._recorded("shard_map", value, [y], visit, outside) if y.axes - outside else y._replace(value=value)
             for value, y in zip(outputs, inside, strict=True)
         ]
-
-    def _axes(self, equation: Any, operands: Sequence[Tracked]) -> Axes:
-        """Returns the axes along which the results of an operation may differ."""
-        axes = frozenset[Hashable]().union(*(y.axes for y in operands))
-        for x in (equation, *(y for program in inner(equation) for y in operations(program))):
-            named = _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))
-            equalizes = x is equation and x.primitive.name in self._equalizing
-            axes = axes - named if equalizes and x.params.get("axis_index_groups") is None else axes | named
-        return axes
 
     def _recorded(
         self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any], axes: Axes
@@ -183,7 +184,7 @@ class Recorded:
 UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
 
 Dependencies: TypeAlias = tuple[int, ...] | None
-"""Indices of the recorded values that a value is computed from; None if it does not depend on examples."""
+"""Indices of the recorded values, or `EXAMPLES`, that a value is computed from; None if it does not depend on them."""
 
 Constants: TypeAlias = tuple[int, ...]
 """Hashes of constants, or of the operations that compute them."""
@@ -216,6 +217,16 @@ def _bind_params(equation: Any) -> tuple[Any, Any]:
     """Returns the functions and parameters to bind a primitive with; newer versions of JAX return no functions."""
     bound = equation.primitive.get_bind_params(equation.params)
     return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))
+
+
+def _axes(equation: Any, operands: Sequence[Tracked]) -> Axes:
+    """Returns the axes along which the results of an operation may differ."""
+    axes = frozenset[Hashable]().union(*(y.axes for y in operands))
+    for x in (equation, *(y for program in inner(equation) for y in operations(program))):
+        named = _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))
+        equalizes = x is equation and x.primitive.name in EQUALIZING
+        axes = axes - named if equalizes and x.params.get("axis_index_groups") is None else axes | named
+    return axes
 
 
 def _named(axes: Any) -> Axes:
