@@ -233,7 +233,7 @@ def diff(
     if reference is not None:
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
-    names_decide, contradicting = _follow_names(rows), tuple(crossed(a, b, (row.pair for row in rows)))
+    names_decide, contradicting = _follow_names(rows), tuple(dict.fromkeys(crossed(a, b, (x.pair for x in rows))))
     otherwise = {pair[:2] for pair in contradicting}
     has_flipped = any(row.pair.flipped and not _may_be_depthwise(row) for row in rows)
     for i, row in enumerate(rows):

@@ -27,12 +27,13 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
 
     Names that differ only in their numbers on either side, such as those of layers, imply the order of the numbers, or
     the reverse order of three or more, as of decoders. Modules of equal names in layers of equal names imply each
-    other. Leaves that are equal may be exchanged.
+    other, and so do modules of which one leaf is matched, if another one is exchanged. Leaves that are equal may be.
     """
     by_words: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
+    pairs = [pair for pair in pairs if a[pair.a].size <= MAX_SIZE and not a[pair.a].unread]
     for pair in pairs:
-        if pair.reason not in ("values", "similar name") or a[pair.a].size > MAX_SIZE or a[pair.a].unread:
+        if pair.reason not in ("values", "similar name"):
             continue
         shapes = a[pair.a].shape, b[pair.b].shape
         by_words[(shapes, *(tuple(words for words, _ in _numbered(name)) for name in pair[:2]))].append(pair)
@@ -47,6 +48,45 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
         named = {_module(pair.b): pair.b for pair in group}
         if {_module(pair.a) for pair in group} == named.keys() and len(named) == len(group):
             yield from _contradicting(a, b, ((pair, named[_module(pair.a)]) for pair in group))
+    yield from _exchanged(a, b, [pair for group in by_words.values() for pair in group], pairs)
+
+
+def _exchanged(a: Dump, b: Dump, by_values: Sequence[Pair], pairs: Sequence[Pair]) -> Iterator[tuple[str, str, str]]:
+    """Yields leaves that are exchanged between two modules of which other leaves are not; of the two, those in reverse.
+
+    If the kernels of modules P and Q are matched with those of X and Y, but their biases with those of Y and X, one of
+    the two is wrong.
+    """
+    kinds: defaultdict[object, dict[str, Pair]] = defaultdict(dict)
+    parents = {pair: (_parent(pair.a), _parent(pair.b)) for pair in pairs}
+    for pair in pairs:
+        last = [tuple(_segments(name)[-1:]) for name in pair[:2]]
+        kinds[a[pair.a].shape, b[pair.b].shape, *last][parents[pair][0]] = pair
+    chosen, groups = set(by_values), [group for group in kinds.values() if len(group) > 1]
+    in_order = [_is_in_order([*group.values()]) for group in groups]
+    for group, follows in zip(groups, in_order, strict=True):
+        back = {parents[pair][1]: pair for pair in group.values()}
+        for parent, pair in group.items():
+            for other, other_follows in zip(groups, in_order, strict=True):
+                if pair not in chosen or parent not in other or (follows and not other_follows):
+                    continue
+                implied = back.get(parents[other[parent]][1], pair)
+                beside = other.get(parents[implied][0])
+                if implied is pair or beside is None or parents[beside][1] != parents[pair][1]:
+                    continue
+                found = [*_contradicting(a, b, [(pair, implied.b)])]
+                if found and [*_contradicting(a, b, [(other[parent], beside.b)])]:
+                    yield from found
+                    break
+
+
+def _is_in_order(group: Sequence[Pair]) -> bool:
+    """Whether the names differ only in numbers, which increase on both sides together."""
+    sides = [pair.a for pair in group], [pair.b for pair in group]
+    if any(len({tuple(words for words, _ in _numbered(name)) for name in names}) > 1 for names in sides):
+        return False
+    left, right = map(_ranks, sides)
+    return next(_orders(left, False)) == next(_orders(right, False))
 
 
 def _have_one_order(left: Sequence[Ranks], right: Sequence[Ranks], decreases: bool) -> bool:
@@ -99,6 +139,11 @@ def _contradicting(a: Dump, b: Dump, implied: Iterable[tuple[Pair, str]]) -> Ite
 
 def _segments(name: str) -> list[str]:
     return [x for x in re.split(r"[^A-Za-z0-9_]+", name.lower()) if x not in ("", "value")]
+
+
+def _parent(name: str) -> str:
+    """The path of a leaf's module: "layers/0/q_proj" of "layers.0.q_proj.weight"."""
+    return "/".join(_segments(name)[:-1])
 
 
 def _module(name: str) -> str:

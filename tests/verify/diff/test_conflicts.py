@@ -86,6 +86,22 @@ def test_exchanged_modules_fail(style: str, exchanged: tuple[str, str]) -> None:
     assert failing(report) == {PYTORCH[key].format(i) for key in exchanged for i in range(LAYERS)}
 
 
+@pytest.mark.parametrize("moved", ["kernel", "bias"])
+def test_leaves_that_are_exchanged_between_two_of_three_layers_fail(moved: str) -> None:
+    """The other leaves of the two layers are not in reverse, as all would be of a decoder."""
+    arrays = {(i, leaf): RNG.normal(size=size) for i in range(3) for leaf, size in (("kernel", (4, 4)), ("bias", 4))}
+    a = dump({f"fc{i + 1}/{leaf}": x for (i, leaf), x in arrays.items()})
+    b = dump({f"Dense_{2 - i if leaf == moved else i}/{leaf}": x for (i, leaf), x in arrays.items()})
+    report = diff(a, b)
+    assert failing(report) == {f"fc1/{moved}", f"fc3/{moved}"}
+    assert set(report.crossed) == {
+        (f"fc1/{moved}", f"Dense_2/{moved}", f"Dense_0/{moved}"),
+        (f"fc3/{moved}", f"Dense_0/{moved}", f"Dense_2/{moved}"),
+    }
+    reverse = dump({f"Dense_{2 - i}/{leaf}": x for (i, leaf), x in arrays.items()})
+    assert diff(a, reverse).passes
+
+
 def test_a_rule_says_that_another_order_is_intended() -> None:
     a, b = renamed(PYTORCH), renamed(OTHERS["auto-numbered"], order=(1, 0, 2))
     assert not diff(a, b).passes
