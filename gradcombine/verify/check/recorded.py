@@ -53,6 +53,8 @@ class Recorded:
         self._visited: list[Any] = []
         self._users: defaultdict[int, list[int]] = defaultdict(list)
         """The values that are computed from each value, directly."""
+        self._exchanges = False
+        """Whether devices exchange numbers that depend on recorded values, such as the norm of a gradient."""
 
         def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
             batch, values, chosen = replacement
@@ -85,8 +87,11 @@ class Recorded:
     def closed(self) -> int:
         """Returns the number of last operations that depend on the examples through their `inputs` only.
 
-        Ignores scalars that are not used, such as metrics.
+        Ignores scalars that are not used, such as metrics. Returns 0 if devices exchange a norm of the gradient, or the
+        like: the results do not show then what the gradient is.
         """
+        if self._exchanges:
+            return 0
         for i in range(len(self.operations) - 1, -1, -1):
             if EXAMPLES in (self.dependencies[i] or ()) and (self.operations[i][1] or self._users[i]):
                 return len(self.operations) - 1 - i
@@ -110,6 +115,7 @@ class Recorded:
         jax = import_module("jax")
         program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
         self.operations, self.dependencies, self._visited, self._users = [], [], [], defaultdict(list)
+        self._exchanges = False
         arguments = [Tracked(x) for x in jax.tree.leaves(params)]
         arguments += [Tracked(x, (EXAMPLES,)) for x in jax.tree.leaves(batch)]
         results = self._evaluate(program, arguments, visit)
@@ -139,7 +145,10 @@ class Recorded:
                     outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
                 outputs = outputs if x.primitive.multiple_results else [outputs]
                 axes = _axes(x, operands)
+                before = len(self.operations)
                 results = [self._recorded(x.primitive.name, y, operands, visit, axes) for y in outputs]
+                if len(self.operations) - before < len(results) and x.primitive.name != "pvary" and _names_axes(x):
+                    self._exchanges |= any(i != EXAMPLES for y in operands for i in y.dependencies or ())
             values.update(zip(x.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -219,11 +228,17 @@ def _bind_params(equation: Any) -> tuple[Any, Any]:
     return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))
 
 
+def _names_axes(equation: Any) -> list[tuple[Any, Axes]]:
+    """Returns the operations of an equation and its inner programs that name axes of a mesh, with these axes."""
+    found = (equation, *(y for program in inner(equation) for y in operations(program)))
+    named = ((x, _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))) for x in found)
+    return [(x, axes) for x, axes in named if axes]
+
+
 def _axes(equation: Any, operands: Sequence[Tracked]) -> Axes:
     """Returns the axes along which the results of an operation may differ."""
     axes = frozenset[Hashable]().union(*(y.axes for y in operands))
-    for x in (equation, *(y for program in inner(equation) for y in operations(program))):
-        named = _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))
+    for x, named in _names_axes(equation):
         equalizes = x is equation and x.primitive.name in EQUALIZING
         axes = axes - named if equalizes and x.params.get("axis_index_groups") is None else axes | named
     return axes

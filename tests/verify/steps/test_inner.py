@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradcombine.verify import Cause, StepReport, check_step
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
 
 Step = Callable[[Any, Any], Any]
 RNG = np.random.default_rng(0)
@@ -59,6 +59,9 @@ def on_devices(how: str, defect: str = "", tx: Any = CLIPPED_ADAM) -> Callable[.
             if defect == "clipped":
                 gradient, _ = optax.clip_by_global_norm(0.3).update(gradient, optax.EmptyState())
             mean = jax.lax.pmean(gradient, "d")
+            if defect == "norm summed":
+                norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(mean, squared=True), "d"))
+                mean = jax.tree.map(lambda x: x * 10 / norm, mean)
             return updated(tx, state, jax.lax.psum(mean, "d") if defect == "summed twice" else mean)
 
         if how == "pmap":
@@ -110,6 +113,13 @@ def test_a_mean_that_is_summed_over_devices_again_is_not_hidden_by_clipping(how:
     """All operations are those of one device, where the second sum changes nothing."""
     report = of_devices(how, "summed twice", OPTIMIZERS[tx])
     assert report.cause is Cause.SUM, report
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_norm_that_devices_exchange_may_hide_the_gradient(how: str) -> None:
+    """Clipping hides that the norm is that of all devices' equal gradients."""
+    report = of_devices(how, "norm summed")
+    assert report.verdict is Verdict.CANNOT_TELL, report
 
 
 @pytest.mark.parametrize("tx", OPTIMIZERS)
