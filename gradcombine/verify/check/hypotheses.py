@@ -33,7 +33,7 @@ from gradcombine.verify.check.case import (
 )
 from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
-from gradcombine.verify.check.inner import CUTS, GRADIENTS, before_update, hidden_by_update
+from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
@@ -242,25 +242,26 @@ def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Predic
     of_params = standard.subject.returns_params and case.leaves is None
     if not of_params or early != (case.terms is not None or standard.hides_sizes):
         return
-    metrics, statistics = [*range(len(standard.subject.param_leaves), len(standard.names))], list[Prediction]()
-    for inner, others, where in islice(before_update(standard, case), CUTS):
+    metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
+    for inner, others in islice(before_update(standard, case), CUTS):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:
-            beside = beside_statistics(standard, case, [*others, *metrics])
-            statistics += [*beside, Prediction(cause, f"{detail}; {where}", line=line)]
-        elif cause is not Cause.UNEXPLAINED and not others:
-            yield Prediction(cause, f"{detail}; {where}", line=line)
-    yield from statistics
+            yield from beside_statistics(standard, case, [*others, *metrics])
+        if cause is Cause.STATISTICS or (cause is not Cause.UNEXPLAINED and not others):
+            yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
 
 
 def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause, str, str] | None:
-    """Explains gradients that differ though results are equal; None for a factor by which the optimizer may divide."""
+    """Explains a difference of gradients that the optimizer hides, so that results are equal.
+
+    Returns None if there is no difference, or a factor by which the optimizer may divide again.
+    """
     answer: tuple[Cause, str, str] | None = None
     for inner, may_rescale in hidden_by_update(standard, split):
         native, (cause, detail, line) = _explain_inner(inner, split, terms)
         if cause in CERTAIN or (cause in (Cause.SUM, Cause.SCALED) and not may_rescale):
-            return cause, f"{detail}; {GRADIENTS}, which hides it in this step", line
+            return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
         if not _is_scaled(inner, native):
             text = "a difference of the gradients that reach the optimizer, which hides it in this step"
             answer = Cause.UNEXPLAINED, text, ""

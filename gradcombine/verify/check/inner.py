@@ -8,12 +8,15 @@ returns the division's result. A step that is cut off there returns gradients, a
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
 from math import gcd
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -22,26 +25,24 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
-from gradcombine.verify.check.recorded import EQUALIZING, UNSCALED, Recorded
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.step_program import scope_of
 
 CUTS = 2
 """Number of points at which a step is cut off; the earliest ones."""
 
-GRADIENTS = "in the gradient that reaches the optimizer"
 
-
-def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int], str]]:
+def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int]]]:
     """Yields the step up to the gradients that reach the optimizer, for all cuts that predict the result.
 
     Each comes with the leaves of the state that differ, but do not depend on these gradients, such as running
-    statistics, and with words for the cut. Cuts without such leaves come first.
+    statistics. Cuts without such leaves come first.
     """
     subject = standard.subject
     if subject.framework == "torch":
         inner = import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
-        yield from ((x, [], GRADIENTS) for x in inner)
+        yield from ((x, []) for x in inner)
         return
     try:
         one, divided = (_recorded(standard, split) for split in (ONE_BATCH, case.split))
@@ -49,8 +50,7 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
     except Exception:  # the step cannot be traced, or not run like this
         return
     count, partial_cuts = len(subject.param_leaves), list[tuple[int, list[int]]]()
-    lengths, incomplete = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])
-    for length in [*lengths[:1], *incomplete[:1], *lengths[1:], *incomplete[1:]]:
+    for length in _lengths(one, divided, [x.shape for _, x in subject.param_leaves]):
         counterparts = dict(zip(one.inputs(length), divided.inputs(length), strict=True))
         if all(np.array_equal(values[i], divided_values[j]) for i, j in counterparts.items()):
             continue
@@ -60,20 +60,14 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
             moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
             if accounts_for(standard, case, predicted, 1, range(count)):
-                yield Standard(_up_to(subject, length), standard.unit), [], _words(one, length)
+                yield Standard(_up_to(subject, length), standard.unit), []
             elif accounts_for(standard, case, predicted, 1, moved):
                 partial_cuts.append((length, [i for i in range(count) if i not in moved]))
         except (NotWide, NotFiniteError, ValueError):
             continue
     for length, others in sorted(partial_cuts, key=lambda x: len(x[1])):
         with suppress(NotFiniteError, ValueError):
-            yield Standard(_up_to(subject, length), standard.unit), others, _words(one, length)
-
-
-def _words(one: Recorded, length: int) -> str:
-    """Returns words for the inputs of the last operations."""
-    adds = all(name in (*UNSCALED, "add", "sub") for name, _, _ in one.operations[-length:])
-    return "in the updates that are added to the parameters" if adds else GRADIENTS
+            yield Standard(_up_to(subject, length), standard.unit), others
 
 
 def updated_in_sequence(
@@ -110,18 +104,14 @@ def _gradients(one: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """
     by_inputs: dict[tuple[int, ...], int] = {}
     for least in (0, 1):
+        counts = Counter(shape for shape in shapes if len(shape) >= least)
+        common = gcd(*counts.values())
+        wanted = [Counter({x: n // d for x, n in counts.items()}) for d in range(1, common + 1) if common % d == 0]
         for length in range(len(one.operations), 0, -1) if not by_inputs else ():
             inputs = one.inputs(length)
-            if _are_parts(one.shapes(inputs), shapes, least):
+            if Counter(shape for shape in one.shapes(inputs) if len(shape) >= least) in wanted:
                 by_inputs.setdefault(inputs, length)
     return list(by_inputs.values())[:CUTS]
-
-
-def _are_parts(inputs: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]], least: int) -> bool:
-    """Whether these are the shapes of a state of which the others hold several; ignores shapes of fewer dimensions."""
-    part, whole = (Counter(x for x in some if len(x) >= least) for some in (inputs, shapes))
-    common = gcd(*whole.values())
-    return any(part == Counter({x: n // d for x, n in whole.items()}) for d in range(1, common + 1) if common % d == 0)
 
 
 HIDDEN = 16
@@ -141,7 +131,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
     try:
         one, divided = (_recorded(standard, x) for x in (ONE_BATCH, split))
-        lengths = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])[0][:CUTS]
+        lengths = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
         indices, divided_indices = (x.inputs(*lengths) for x in (one, divided))
         functions = [x.values(*lengths) for x in (one, divided)]
         values, divided_values = (subject.floats_of(x, subject.batch, wide) for x in functions)
@@ -181,24 +171,20 @@ def are_far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[fl
     return any(z > threshold * max(sizes) and np.linalg.norm(x - y) > threshold * z + e for x, y, z, e in rows)
 
 
-def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """Returns candidate numbers of last operations that form the optimizer.
 
-    Those that depend on the examples through their inputs only, in the order of the program: what is equal at the first
-    one is equal at all. Then others, of which those whose inputs have the shapes of the parameters come first.
+    Candidates whose inputs have the shapes of the parameters come first, and larger numbers before smaller ones.
     """
     pairs = zip(one.operations[::-1], divided.operations[::-1], strict=False)
-    # A sum over devices is another function for another number of them.
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0][0] not in EQUALIZING, pairs))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     by_inputs: dict[tuple[int, ...], int] = {}
     for length in range(common, 0, -1):
         inputs = one.inputs(length)
         if inputs and one.shapes(inputs) == divided.shapes(divided.inputs(length)):
             by_inputs.setdefault(inputs, length)
-    closed, lengths, least = min(one.closed(), divided.closed()), by_inputs.values(), int(any(shapes))
-    others = [length for length in lengths if length > closed]
-    others.sort(key=lambda length: not _are_parts(one.shapes(one.inputs(length)), shapes, least))
-    return [length for length in lengths if length <= closed], others
+    # Optimizers of groups of parameters use them in another order.
+    return sorted(by_inputs.values(), key=lambda length: sorted(one.shapes(one.inputs(length))) != sorted(shapes))
 
 
 def _up_to(subject: Subject, length: int) -> Subject:
@@ -215,3 +201,151 @@ def _recorded(standard: Standard, split: Split) -> Recorded:
     if split not in standard.recorded:
         standard.recorded[split] = Recorded(standard.subject, split)
     return standard.recorded[split]
+
+
+class Recorded:
+    """Records the values in the shapes of the parameters that a step computes from its examples.
+
+    Attributes:
+      values: a function of lengths that returns a function of parameters and batch, which returns `inputs`, or all
+        values if there are no lengths.
+      rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values replaced.
+      operations: the operation, the shape and the constant operands of each value.
+      dependencies: the indices of the values that each is computed from, directly.
+
+    Raises:
+      NotWide: if the step is not a JAX program.
+    """
+
+    def __init__(self, subject: Subject, split: Split) -> None:
+        if "jax" not in sys.modules or subject.framework not in ("jax", "numpy"):
+            raise NotWide("it is not a JAX program")
+        jax = import_module("jax")
+        self._step, self._shapes = subject.step(split), {x.shape for _, x in subject.param_leaves}
+        self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
+        self.dependencies: list[Dependencies] = []
+
+        def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
+            batch, values, chosen = replacement
+            pairs = iter([*zip(values, chosen, strict=True)])
+
+            def replace(x: Any) -> Any:
+                value, replaces = next(pairs)
+                return jax.numpy.where(replaces, value.astype(x.dtype), x)
+
+            return self._run(params, batch, replace)
+
+        self.rest = jax.jit(rest)
+        self.values = lru_cache(maxsize=2)(self._values)
+        jax.eval_shape(self.values(), subject.params, subject.batch)
+
+    def _values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
+        def step(params: Tree, batch: Tree) -> list[Any]:
+            recorded: list[Any] = []
+
+            def record(x: Any) -> Any:
+                recorded.append(x)
+                return x
+
+            self._run(params, batch, record)
+            # Indices depend on the batch: for one of another size, other values may have the parameters' shapes.
+            return [recorded[i] for i in self.inputs(*lengths)] if lengths else recorded
+
+        return import_module("jax").jit(step)
+
+    def inputs(self, *lengths: int) -> tuple[int, ...]:
+        """Returns the indices of the inputs of the last ``length`` operations, in order of use, for each length."""
+        starts = [len(self.operations) - length for length in lengths]
+        used = (i for start in starts for indices in self.dependencies[start:] for i in indices or () if i < start)
+        return tuple(dict.fromkeys(used))
+
+    def may_rescale(self, index: int, length: int) -> bool:
+        """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
+        while True:
+            users = [j for j, x in enumerate(self.dependencies) if index in (x or ())]
+            users = [j for j in users if j >= len(self.operations) - length]
+            if len(users) != 1:
+                return False
+            name, _, constants = self.operations[index := users[0]]
+            if name not in UNSCALED:
+                return name in ("scan", "while", "cond", "shard_map") or (name in ("div", "mul") and not constants)
+
+    def shapes(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.operations[i][1] for i in indices]
+
+    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> Tree:
+        jax = import_module("jax")
+        program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
+        self.operations, self.dependencies = [], []
+        arguments = [Tracked(x) for x in jax.tree.leaves(params)]
+        arguments += [Tracked(x, ()) for x in jax.tree.leaves(batch)]
+        results = self._evaluate(program, arguments, visit)
+        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results])
+
+    def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
+        """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""
+        inputs = [*(Tracked(x, constant=_hashed(x)) for x in program.consts), *arguments]
+        values = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], inputs, strict=True))
+
+        def read(variable: Any) -> Tracked:
+            if hasattr(variable, "val"):
+                return Tracked(variable.val, constant=_hashed(variable.val))
+            return values[variable]
+
+        for x in program.jaxpr.eqns:
+            operands = [read(v) for v in x.invars]
+            if x.primitive.name in ("jit", "pjit"):
+                results = self._evaluate(x.params["jaxpr"], operands, visit)
+            else:
+                functions, params = _bind_params(x)
+                with import_module("jax").named_scope(scope_of(x)):
+                    outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
+                outputs = outputs if x.primitive.multiple_results else [outputs]
+                results = [self._recorded(x.primitive.name, y, operands, visit) for y in outputs]
+            values.update(zip(x.outvars, results, strict=True))
+        return [read(v) for v in program.jaxpr.outvars]
+
+    def _recorded(self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any]) -> Tracked:
+        constants = tuple(y.constant for y in operands if y.constant is not None)
+        sources = [y.dependencies for y in operands if y.dependencies is not None]
+        if not sources:
+            return Tracked(x, constant=hash((name, x.shape, constants)) if len(constants) == len(operands) else None)
+        indices = tuple(dict.fromkeys(i for some in sources for i in some))
+        if x.shape not in self._shapes or not import_module("jax").numpy.issubdtype(x.dtype, np.floating):
+            return Tracked(x, indices)
+        self.operations.append((name, x.shape, constants))
+        self.dependencies.append(indices)
+        return Tracked(visit(x), (len(self.operations) - 1,))
+
+
+UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
+
+Dependencies: TypeAlias = tuple[int, ...] | None
+"""Indices of the recorded values that a value is computed from; None if it does not depend on examples."""
+
+Constants: TypeAlias = tuple[int, ...]
+"""Hashes of constants, or of the operations that compute them."""
+
+
+class Tracked(NamedTuple):
+    """A value in a program.
+
+    Attributes:
+      value: an array.
+      dependencies: the recorded values that it is computed from.
+      constant: hash of its value, or of the operations that compute it from constants; None if it is not constant.
+    """
+
+    value: Any
+    dependencies: Dependencies = None
+    constant: int | None = None
+
+
+def _hashed(x: Any) -> int | None:
+    return None if isinstance(x, import_module("jax").core.Tracer) else hash(array_of(x).tobytes())
+
+
+def _bind_params(equation: Any) -> tuple[Any, Any]:
+    """Returns the functions and parameters to bind a primitive with; newer versions of JAX return no functions."""
+    bound = equation.primitive.get_bind_params(equation.params)
+    return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))
