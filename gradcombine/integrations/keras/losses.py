@@ -73,9 +73,8 @@ def require_weighable(model: Any, reduction: str) -> None:
     losses, reductions = _losses(model), _reductions(model)
     if any(getattr(loss, "ignore_class", None) is not None and loss.reduction in _MEANS for loss in losses):
         raise invalid(_COUNTED, "a loss with ignore_class", "loss")
-    if name := next(filter(None, map(_of_batch, losses)), ""):
-        expected = "losses of single examples, or an override of microbatch_weight (WeightedTrainStep)"
-        raise invalid(expected, f"{name}, which is computed from all examples of a batch", "loss")
+    if any(map(_compares_examples, losses)):
+        raise invalid("means or sums over examples", "a loss that compares the examples of a batch", "loss")
     require_no_mask(model, getattr(model, "outputs", None) or [])
     summed = reductions.difference(_MEANS)
     if not summed:
@@ -170,14 +169,12 @@ def _reductions(model: Any) -> set[Any]:
     }
 
 
-def _of_batch(loss: Any) -> str:
-    """Name of a loss that is no mean or sum over examples; empty for others."""
-    made = keras.losses.get(loss) if isinstance(loss, str) else loss
-    name, axes = getattr(getattr(made, "fn", made), "__name__", ""), getattr(made, "axis", None)
-    function = getattr(keras.losses, name, None) if name in ("circle", "dice", "tversky") else None
-    if function is None or function is not getattr(made, "fn", made):
-        return ""
-    return "" if axes is not None and 0 not in np.atleast_1d(axes) else name
+def _compares_examples(loss: Any) -> bool:
+    """Whether a loss is computed from all examples of a batch, so that it is no mean or sum over them."""
+    made = keras.losses.get(loss)
+    axes = getattr(made, "axis", None)
+    is_one = getattr(made, "fn", made) in (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+    return is_one and (axes is None or 0 in np.atleast_1d(axes))
 
 
 def _losses(model: Any) -> list[Any]:

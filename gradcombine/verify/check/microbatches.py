@@ -103,7 +103,8 @@ def _checked(
         faults = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.within_windows()]
         within += faults
         runs.append(StepRun(f"the accumulator with {split}", windows.share, None, None, ""))
-        if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in faults) and windows.ends_at_last:
+        is_linear = all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in faults)
+        if is_linear and (not faults or windows.ends_at_last()):
             coefficients[split.microbatches] = windows.coefficients
             across += [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.across_windows()]
     report = StepReport((), (), "")

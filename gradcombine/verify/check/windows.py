@@ -143,7 +143,6 @@ class Windows:
             if not np.isfinite(window).all():
                 yield Cause.NAN_LEAKS, w, "from the first microbatch of window 0"
 
-    @cached_property
     def ends_at_last(self) -> bool:
         """Whether the gradients that reach the inner optimizer before the last microbatch of a window are 0."""
         reached = [x.reached for x in self._run(self._rows, alone=True)[0][:-1]]

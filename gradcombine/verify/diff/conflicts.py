@@ -27,7 +27,8 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
 
     Names that differ only in their numbers on either side, such as those of layers, imply the order of the numbers, or
     the reverse order of three or more, as of decoders. Modules of equal names in layers of equal names imply each
-    other, and so do modules of which one leaf is matched, if another one is exchanged. Leaves that are equal may be.
+    other. Leaves of one module imply that their counterparts are in one module, too. Leaves that are equal may be
+    exchanged.
     """
     by_words: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
@@ -52,10 +53,10 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
 
 
 def _exchanged(a: Dump, b: Dump, by_values: Sequence[Pair], pairs: Sequence[Pair]) -> Iterator[tuple[str, str, str]]:
-    """Yields leaves that are exchanged between two modules of which other leaves are not; of the two, those in reverse.
+    """Yields leaves that are exchanged between two modules while other leaves of these modules are not.
 
     If the kernels of modules P and Q are matched with those of X and Y, but their biases with those of Y and X, one of
-    the two is wrong.
+    the two pairs is exchanged: that of which the numbers in the names are not in order, if the others are.
     """
     kinds: defaultdict[object, dict[str, Pair]] = defaultdict(dict)
     parents = {pair: (_parent(pair.a), _parent(pair.b)) for pair in pairs}

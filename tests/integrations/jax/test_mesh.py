@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, on_replicas, train_step, value_and_grad
+from gradcombine.integrations.optax import accumulate, map_replicas
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.integrations.jax.replicas import collectives
 from tests.integrations.jax.replicas import mesh as one_axis
@@ -187,6 +188,18 @@ def test_the_mesh_may_be_the_one_in_scope() -> None:
         in_scope = jax.jit(gradient)(W, X)[1]
     assert equal_bits(in_scope, jax.jit(gradient)(put(on, P(), W), X)[1])
     assert equal_bits(in_scope, gradient(put(on, P(), W), X)[1])
+
+
+def test_a_state_may_be_created_in_jit_where_the_mesh_is_in_scope() -> None:
+    on = mesh(AxisType.Auto)
+    params = put(on, P(), W)
+    tx = accumulate(optax.sgd(1.0), every=2, over=OVER)
+    for init in (train_step(loss, optax.sgd(1.0), every=2, over=OVER).init, map_replicas(tx.init, OVER)):
+        with jax.set_mesh(on):
+            state = jax.jit(init)(params)
+        eager = init(params)
+        assert all(equal_bits(x, y) for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(eager), strict=True))
+        assert {x.sharding.spec for x in jax.tree.leaves(state.window.levels)} == {P("data")}
 
 
 def test_the_carry_has_an_axis_of_replicas() -> None:

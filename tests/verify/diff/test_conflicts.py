@@ -102,6 +102,16 @@ def test_leaves_that_are_exchanged_between_two_of_three_layers_fail(moved: str) 
     assert diff(a, reverse).passes
 
 
+def test_layers_in_reverse_with_equal_biases_pass() -> None:
+    """The biases are matched in order, and might as well be in reverse."""
+    kernels, zeros = [RNG.normal(size=(4, 4)) for _ in range(3)], np.zeros(4)
+    a, b = (
+        dump({f"{layer}{i}/{leaf}": x for i, kernel in each for leaf, x in (("kernel", kernel), ("bias", zeros))})
+        for layer, each in (("fc", enumerate(kernels, 1)), ("Dense_", enumerate(kernels[::-1])))
+    )
+    assert diff(a, b).passes
+
+
 def test_a_rule_says_that_another_order_is_intended() -> None:
     a, b = renamed(PYTORCH), renamed(OTHERS["auto-numbered"], order=(1, 0, 2))
     assert not diff(a, b).passes

@@ -134,6 +134,7 @@ def assert_only_accuracy_is_open(report: StepReport) -> None:
     assert all(run.invariance <= 1 for run in report.runs), str(report)
     (text,) = report.not_checked
     assert text.startswith("accuracy, since the step rounds to a dtype narrower than float64"), text
+    assert text.endswith("(pass a reference)"), text
 
 
 @pytest.mark.parametrize("make", [defects.right, defects.backwards, defects.in_a_tree, defects.weighted_means])
