@@ -34,7 +34,7 @@ from gradcombine.verify import FlightRecorder, first_divergence
 from gradcombine.verify.command import app
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import open_dump
-from gradcombine.verify.diff.mapping import read_rules
+from gradcombine.verify.diff.rules import read_rules
 from gradcombine.verify.record.flight import read_log
 from gradcombine.verify.record.flight_diff import as_json, diff_logs, sections, verdict
 from tests.fuzz.guard import COMPILING

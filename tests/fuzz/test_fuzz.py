@@ -15,7 +15,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.audit import audit_report as report
 from gradcombine.audit import target
-from gradcombine.verify.diff.mapping import read_rules
+from gradcombine.verify.diff.rules import read_rules
 from gradcombine.verify.record.flight import read_log
 from tests.fuzz import campaign, files, guard
 

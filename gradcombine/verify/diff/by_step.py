@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gradcombine.errors import invalid, operation, require_path
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, DiffReport, diff
 from gradcombine.verify.diff.dumps import Dump, detect, open_dump
-from gradcombine.verify.diff.mapping import NO_RULES, Rules
+from gradcombine.verify.diff.rules import NO_RULES, Rules
 
 _SUFFIX = re.compile(r"(\.weights)?\.[A-Za-z][A-Za-z0-9]*$|\.safetensors\.index\.json$")
 """The suffixes of dumps, which contain digits, as in ``.h5``."""

@@ -16,16 +16,8 @@ from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
 from gradcombine.verify.diff.dumps import Dump, Entry, require_dump
 from gradcombine.verify.diff.key_orders import common, flipped
-from gradcombine.verify.diff.mapping import (
-    NO_RULES,
-    Matching,
-    Pair,
-    Rules,
-    conventional_axes,
-    last_word,
-    match,
-    words_of,
-)
+from gradcombine.verify.diff.mapping import Matching, Pair, conventional_axes, last_word, match, words_of
+from gradcombine.verify.diff.rules import NO_RULES, Rules
 from gradcombine.verify.diff.similarity import ALIKE, closest
 
 
@@ -250,10 +242,12 @@ def _follow_names(rows: Sequence[Row]) -> bool:
     """Whether all kernels whose shape determines the order of axes follow their names, or any square one if all are.
 
     Names then decide for square kernels, too. (They do not in GPT-2, where a ``weight`` is laid out like a ``kernel``.)
+    The kernels of recurrent cells are found by names that imply their layout.
     """
     alike = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
     kernels = [row for row in alike if min(row.difference.shape[:2], default=1) > 1 and len(row.difference.shape) > 1]
     follow = [not row.transposed for row in kernels if not _is_ambiguous(row)]
+    follow += [True for row in rows if row.pair.reason == "gates" and len(row.difference.shape) > 1]
     return all(follow) if follow else any(not row.transposed for row in kernels)
 
 

@@ -10,8 +10,8 @@ from itertools import permutations, product
 from typing import TypeAlias
 
 from gradcombine.verify.diff.dumps import Dump, Entry
-from gradcombine.verify.diff.mapping import Pair, canonical
-from gradcombine.verify.diff.similarity import CERTAIN, MAX_SIZE, align
+from gradcombine.verify.diff.mapping import Pair, canonical, roles
+from gradcombine.verify.diff.similarity import CERTAIN, MAX_SIZE, align, orders
 
 Ranks: TypeAlias = tuple[int, ...]
 
@@ -27,8 +27,8 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
 
     Names that differ only in their numbers on either side, such as those of layers, imply the order of the numbers, or
     the reverse order of three or more, as of decoders. Modules of equal names in layers of equal names imply each
-    other. Leaves of one module imply that their counterparts are in one module, too. Leaves that are equal may be
-    exchanged.
+    other, and so do the query, key and value of an attention. Leaves of one module imply that their counterparts are in
+    one module, too. Leaves that are equal may be exchanged.
     """
     by_words: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
@@ -38,7 +38,7 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
             continue
         shapes = a[pair.a].shape, b[pair.b].shape
         by_words[(shapes, *(tuple(words for words, _ in _numbered(name)) for name in pair[:2]))].append(pair)
-        by_module[(shapes, *(_around_module(name) for name in pair[:2]))].append(pair)
+        by_module[(shapes, *(_module(name)[1] for name in pair[:2]))].append(pair)
     for group in by_words.values():
         left, right = _ranks([pair.a for pair in group]), _ranks([pair.b for pair in group])
         if not _have_one_order(left, right, any(upsamples(name) for pair in group for name in pair[:2])):
@@ -46,9 +46,9 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
             implied = [(group[x], group[y].b) for x, y in zip(by_a, by_b, strict=True)]
             yield from _contradicting(a, b, implied)
     for group in by_module.values():
-        named = {_module(pair.b): pair.b for pair in group}
-        if {_module(pair.a) for pair in group} == named.keys() and len(named) == len(group):
-            yield from _contradicting(a, b, ((pair, named[_module(pair.a)]) for pair in group))
+        named = {_module(pair.b)[0]: pair.b for pair in group}
+        if {_module(pair.a)[0] for pair in group} == named.keys() and len(named) == len(group):
+            yield from _contradicting(a, b, ((pair, named[_module(pair.a)[0]]) for pair in group))
     yield from _exchanged(a, b, [pair for group in by_words.values() for pair in group], pairs)
 
 
@@ -58,27 +58,30 @@ def _exchanged(a: Dump, b: Dump, by_values: Sequence[Pair], pairs: Sequence[Pair
     If the kernels of modules P and Q are matched with those of X and Y, but their biases with those of Y and X, one of
     the two pairs is exchanged: that of which the numbers in the names are not in order, if the others are.
     """
-    kinds: defaultdict[object, dict[str, Pair]] = defaultdict(dict)
-    parents = {pair: (_parent(pair.a), _parent(pair.b)) for pair in pairs}
-    for pair in pairs:
-        last = [tuple(_segments(name)[-1:]) for name in pair[:2]]
-        kinds[a[pair.a].shape, b[pair.b].shape, *last][parents[pair][0]] = pair
-    chosen, groups = set(by_values), [group for group in kinds.values() if len(group) > 1]
-    in_order = [_is_in_order([*group.values()]) for group in groups]
-    for group, follows in zip(groups, in_order, strict=True):
-        back = {parents[pair][1]: pair for pair in group.values()}
-        for parent, pair in group.items():
-            for other, other_follows in zip(groups, in_order, strict=True):
-                if pair not in chosen or parent not in other or (follows and not other_follows):
+    kinds: defaultdict[object, list[Pair]] = defaultdict(list)
+    modules: defaultdict[tuple[str, ...], list[tuple[Pair, bool]]] = defaultdict(list)
+    words, known = {pair: (canonical(pair.a), canonical(pair.b)) for pair in pairs}, (roles(a), roles(b))
+    parents = {pair: (left[:-1], right[:-1]) for pair, (left, right) in words.items()}
+    for pair, sides in words.items():
+        kind = (x.get(name, side[-1:]) for x, name, side in zip(known, pair[:2], sides, strict=True))
+        kinds[a[pair.a].shape, b[pair.b].shape, *kind].append(pair)
+    chosen, groups = set(by_values), [(group, _is_in_order(group)) for group in kinds.values()]
+    for group, follows in groups:
+        for pair in group:
+            modules[parents[pair][0]].append((pair, follows))
+    for group, follows in groups:
+        back = {parents[pair][1]: pair for pair in group}
+        for pair in (each for each in group if each in chosen):
+            for other, other_follows in modules[parents[pair][0]]:
+                implied = back.get(parents[other][1], pair)
+                if implied is pair or (follows and not other_follows):
                     continue
-                implied = back.get(parents[other[parent]][1], pair)
-                beside = other.get(parents[implied][0])
-                if implied is pair or beside is None or parents[beside][1] != parents[pair][1]:
+                others = (x for x, _ in modules[parents[implied][0]] if x is not implied)
+                beside = next((x for x in others if parents[x][1] == parents[pair][1]), None)
+                if beside is None or not [*_contradicting(a, b, [(other, beside.b)])]:
                     continue
-                found = [*_contradicting(a, b, [(pair, implied.b)])]
-                if found and [*_contradicting(a, b, [(other[parent], beside.b)])]:
-                    yield from found
-                    break
+                yield from _contradicting(a, b, [(pair, implied.b)])
+                break
 
 
 def _is_in_order(group: Sequence[Pair]) -> bool:
@@ -134,7 +137,8 @@ def upsamples(name: str) -> bool:
 
 def _contradicting(a: Dump, b: Dump, implied: Iterable[tuple[Pair, str]]) -> Iterator[tuple[str, str, str]]:
     for pair, other in implied:
-        if other != pair.b and align(a[pair.a], b[other]).cosine < CERTAIN:
+        fits = orders(a[pair.a].shape, b[other].shape)
+        if other != pair.b and (not fits or align(a[pair.a], b[other]).cosine < CERTAIN):
             yield pair.a, pair.b, other
 
 
@@ -142,20 +146,13 @@ def _segments(name: str) -> list[str]:
     return [x for x in re.split(r"[^A-Za-z0-9_]+", name.lower()) if x not in ("", "value")]
 
 
-def _parent(name: str) -> str:
-    """The path of a leaf's module: "layers/0/q_proj" of "layers.0.q_proj.weight"."""
-    return "/".join(_segments(name)[:-1])
-
-
-def _module(name: str) -> str:
-    """The name of a leaf's module: "q_proj" of "layers.0.q_proj.weight"."""
-    return next(iter(_segments(name)[-2:-1]), "")
-
-
-def _around_module(name: str) -> tuple[str, ...]:
-    """A name without its `_module`."""
-    segments = _segments(name)
-    return *segments[:-2], *segments[-1:]
+def _module(name: str) -> tuple[str, tuple[str, ...]]:
+    """The name of a leaf's module and the rest of the name: "query" and ("0", "kernel") of "layers.0.q_proj.weight"."""
+    words, segments = canonical(name), _segments(name)
+    last = max((i for i, word in enumerate(words) if word in ("query", "key", "value")), default=None)
+    if last is not None:
+        return words[last], (*words[:last], *words[last + 1 :])
+    return next(iter(segments[-2:-1]), ""), (*segments[:-2], *segments[-1:])
 
 
 def tied(dump: Dump, unmatched: Sequence[str]) -> Iterator[tuple[str, str]]:

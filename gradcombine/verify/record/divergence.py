@@ -11,7 +11,7 @@ from gradcombine.reporting.words import listed
 from gradcombine.verify.diff.by_step import dumps_by_step
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed, require_rules
 from gradcombine.verify.diff.dumps import Dump, open_dump
-from gradcombine.verify.diff.mapping import NO_RULES, Rules
+from gradcombine.verify.diff.rules import NO_RULES, Rules
 from gradcombine.verify.record.trace import STAGES
 
 CAUSES = {

@@ -15,7 +15,8 @@ from gradcombine.reporting.sections import Cells, Section
 from gradcombine.reporting.words import listed
 from gradcombine.verify.diff.comparing import require_rules
 from gradcombine.verify.diff.dumps import Dump
-from gradcombine.verify.diff.mapping import NO_RULES, Rules, match
+from gradcombine.verify.diff.mapping import match
+from gradcombine.verify.diff.rules import NO_RULES, Rules
 from gradcombine.verify.record.flight import EVERY, Leaf, Log
 from gradcombine.verify.record.trace import STAGES
 

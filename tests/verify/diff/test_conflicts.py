@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.verify.diff.comparing import DiffReport, diff
-from gradcombine.verify.diff.mapping import Rule, Rules
+from gradcombine.verify.diff.rules import Rule, Rules
 from tests.verify.diff.test_command import run
 from tests.verify.diff.test_mapping import dump
 
@@ -84,6 +85,94 @@ def test_exchanged_modules_fail(style: str, exchanged: tuple[str, str]) -> None:
     x, y = exchanged
     report = diff(renamed(PYTORCH), renamed(OTHERS[style], **{x: y, y: x}))
     assert failing(report) == {PYTORCH[key].format(i) for key in exchanged for i in range(LAYERS)}
+
+
+ATTENTIONS = {
+    "flax": "params/Block_0/MultiHeadDotProductAttention_0/{}/kernel",
+    "PyTorch": "layers.0.self_attn.{:.1}_proj.weight",
+    "packed": "layers.0.self_attn.in_proj_weight",
+    "BERT": "encoder.layer.0.attention.self.{}.weight",
+    "LLaMA": "layers/0/attention/w{:.1}/kernel",
+}
+
+
+@pytest.mark.parametrize(("left", "right"), [*itertools.permutations(ATTENTIONS, 2)])
+@pytest.mark.parametrize("exchanged", ["", "query key", "key value"])
+def test_queries_keys_and_values_have_names_everywhere(left: str, right: str, exchanged: str) -> None:
+    kernels = dict(zip(("query", "key", "value"), RNG.normal(size=(3, 6, 6)), strict=True))
+    moved = dict(zip(exchanged.split(), exchanged.split()[::-1], strict=True))
+
+    def attention(style: str, moved: dict[str, str]) -> Any:
+        values = {name: kernels[moved.get(name, name)] for name in kernels}
+        if style == "packed":
+            return dump({ATTENTIONS[style]: np.concatenate([x.T for x in values.values()])})
+        laid_out = {name: x if style in ("flax", "LLaMA") else x.T for name, x in values.items()}
+        return dump({ATTENTIONS[style].format(name): x for name, x in laid_out.items()})
+
+    report = diff(attention(left, {}), attention(right, moved))
+    assert report.passes == (not exchanged)
+    assert len(failing(report)) == len(moved)
+
+
+NORMALIZED = {
+    "named": {
+        "conv": ("conv/kernel", "conv/bias"),
+        "norm": ("norm/gamma", "norm/beta", "norm/moving_mean", "norm/moving_variance"),
+        "dense": ("dense/kernel", "dense/bias"),
+    },
+    "numbered": {
+        "conv": ("layers/conv2d/vars/0", "layers/conv2d/vars/1"),
+        "norm": tuple(f"layers/batch_normalization/vars/{i}" for i in range(4)),
+        "dense": ("layers/dense/vars/0", "layers/dense/vars/1"),
+    },
+    "flax": {
+        "conv": ("params/Conv_0/kernel", "params/Conv_0/bias"),
+        "norm": (
+            *("params/BatchNorm_0/scale", "params/BatchNorm_0/bias"),
+            *("batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var"),
+        ),
+        "dense": ("params/Dense_0/kernel", "params/Dense_0/bias"),
+    },
+    "PyTorch": {
+        "conv": ("net.0.weight", "net.0.bias"),
+        "norm": ("net.1.weight", "net.1.bias", "net.1.running_mean", "net.1.running_var"),
+        "dense": ("net.4.weight", "net.4.bias"),
+    },
+}
+VECTORS = [*itertools.combinations([("conv", 1), ("dense", 1), *(("norm", i) for i in range(4))], 2)]
+
+
+@pytest.mark.parametrize("exchanged", [None, *VECTORS])
+@pytest.mark.parametrize(("left", "right"), [*itertools.product(("named", "numbered"), ("flax", "PyTorch"))])
+def test_vectors_that_are_exchanged_between_modules_or_roles_fail(left: str, right: str, exchanged: Any) -> None:
+    """Convolution, batch normalization and dense layer of equal width, whose vectors have one shape."""
+    sizes = {"conv": [(1, 1, 4, 4), 4], "norm": [4] * 4, "dense": [(4, 5), 4]}
+    values = {(module, i): RNG.normal(size=n) for module, each in sizes.items() for i, n in enumerate(each)}
+
+    def leaves(style: str, values: dict[tuple[str, int], np.ndarray]) -> Any:
+        named = {NORMALIZED[style][module][i]: x for (module, i), x in values.items()}
+        return dump(
+            {
+                name: np.moveaxis(x, (-1, -2), (0, 1)) if style == "PyTorch" and x.ndim > 1 else x
+                for name, x in named.items()
+            }
+        )
+
+    wrong = dict(values)
+    if exchanged is not None:
+        x, y = exchanged
+        wrong[x], wrong[y] = values[y], values[x]
+    report = diff(leaves(left, values), leaves(right, wrong))
+    assert report.passes == (exchanged is None), [row.pair for row in report.rows]
+
+
+@pytest.mark.parametrize("kept", ["scale", "center"])
+def test_three_vectors_of_a_batch_normalization_may_lack_either(kept: str) -> None:
+    names = {"scale": "scale", "center": "bias"}
+    values = RNG.normal(size=(3, 4))
+    a = {f"layers/batch_normalization/vars/{i}": x for i, x in enumerate(values)}
+    b = [f"params/BatchNorm_0/{names[kept]}", "batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var"]
+    assert diff(dump(a), dump(dict(zip(b, values, strict=True)))).passes
 
 
 @pytest.mark.parametrize("moved", ["kernel", "bias"])

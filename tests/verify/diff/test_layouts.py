@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from gradcombine.verify.diff.comparing import diff
-from gradcombine.verify.diff.mapping import Rules, canonical, read_rules
+from gradcombine.verify.diff.mapping import canonical
+from gradcombine.verify.diff.rules import Rules, read_rules
 from tests.verify.diff.test_command import run
 from tests.verify.diff.test_mapping import dump
 
@@ -343,7 +344,7 @@ def test_layers_of_cells_with_equal_numbers_that_are_swapped_fail() -> None:
 
 def test_vectors_of_contradictory_roles_are_not_matched_by_values() -> None:
     """A scale that became a bias, and a mean that became a variance, in a layer of another name."""
-    vectors = dict(zip(("weight", "bias", "running_mean", "running_var"), RNG.normal(size=(4, 5)), strict=True))
+    vectors = dict(zip(("weight", "bias", "running_mean", "running_var"), RNG.normal(size=(4, 50)), strict=True))
     a = dump({f"bn.{name}": x for name, x in vectors.items()})
     right = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
     assert diff(a, dump({f"BatchNorm_0/{x}": vectors[y] for x, y in right.items()})).passes

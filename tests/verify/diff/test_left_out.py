@@ -21,7 +21,7 @@ from gradcombine import GradCombineError
 from gradcombine.verify.diff.by_step import diff_steps
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import open_dump
-from gradcombine.verify.diff.mapping import read_rules
+from gradcombine.verify.diff.rules import read_rules
 from tests.verify.diff.test_command import run
 
 ONES = np.ones(3, np.float32)

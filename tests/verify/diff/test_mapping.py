@@ -15,10 +15,11 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.formats import from_array
-from gradcombine.verify.diff import mapping
+from gradcombine.verify.diff import rules
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import Dump, open_dump
-from gradcombine.verify.diff.mapping import Rules, match, read_rules
+from gradcombine.verify.diff.mapping import match
+from gradcombine.verify.diff.rules import Rules, read_rules
 from tests.verify.diff.test_command import run
 
 RNG = np.random.default_rng(5)
@@ -196,11 +197,11 @@ def test_a_pattern_that_would_match_without_an_end_is_refused(
     side: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rules.toml").write_text(f"{side} = ['{pattern}']")
-    leaves, rules = dump({"a" * 150: KERNELS[0]}), read_rules(tmp_path / "rules.toml")
-    monkeypatch.setattr(mapping, "SECONDS", 0.02)
+    leaves, read = dump({"a" * 150: KERNELS[0]}), read_rules(tmp_path / "rules.toml")
+    monkeypatch.setattr(rules, "SECONDS", 0.02)
     before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[1]
     with pytest.raises(GradCombineError, match="expected a regular expression that takes less than") as caught:
-        match(leaves, leaves, rules)
+        match(leaves, leaves, read)
     assert caught.value.path == "a" * 150
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[1]) == before
 

@@ -18,7 +18,7 @@ import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.verify import FlightRecorder
 from gradcombine.verify.command import app
-from gradcombine.verify.diff.mapping import Rule, Rules
+from gradcombine.verify.diff.rules import Rule, Rules
 from gradcombine.verify.record.flight import EVERY, read_log
 from gradcombine.verify.record.flight_diff import LogReport, diff_logs
 

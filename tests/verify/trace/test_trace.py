@@ -17,7 +17,7 @@ from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
 from gradcombine.verify.diff.comparing import Allowed
 from gradcombine.verify.diff.dumps import open_dump
-from gradcombine.verify.diff.mapping import Rule, Rules
+from gradcombine.verify.diff.rules import Rule, Rules
 from gradcombine.verify.record.divergence import CAUSES
 from gradcombine.verify.record.trace import STAGES
 
