@@ -8,15 +8,12 @@ returns the division's result. A step that is cut off there returns gradients, a
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
 from math import gcd
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +22,9 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
+from gradcombine.verify.check.recorded import EQUALIZING, Recorded
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
-from gradcombine.verify.check.step_program import scope_of
 
 CUTS = 2
 """Number of points at which a step is cut off; the earliest ones."""
@@ -44,13 +41,25 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
         inner = import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
         yield from ((x, []) for x in inner)
         return
+    partial_cuts = list[tuple[Standard, list[int]]]()
+    for cuts in _cuts(standard, case.split):
+        for inner, others in _that_predict(standard, case, cuts):
+            if others:
+                partial_cuts.append((inner, others))
+            else:
+                yield inner, others
+    yield from sorted(partial_cuts, key=lambda x: len(x[1]))
+
+
+def _that_predict(standard: Standard, case: Case, cuts: Cuts) -> Iterator[tuple[Standard, list[int]]]:
+    """Yields the step up to each cut that predicts the result, and the leaves of the state that differ beside it."""
+    subject, one, divided = standard.subject, cuts.one, cuts.divided
     try:
-        one, divided = (_recorded(standard, split) for split in (ONE_BATCH, case.split))
         values, divided_values = (subject.floats_of(x.values(), subject.batch, case.wide) for x in (one, divided))
-    except Exception:  # the step cannot be traced, or not run like this
+    except Exception:  # the step cannot be run like this
         return
-    count, partial_cuts = len(subject.param_leaves), list[tuple[int, list[int]]]()
-    for length in _lengths(one, divided, [x.shape for _, x in subject.param_leaves]):
+    count = len(subject.param_leaves)
+    for length in cuts.lengths:
         counterparts = dict(zip(one.inputs(length), divided.inputs(length), strict=True))
         if all(np.array_equal(values[i], divided_values[j]) for i, j in counterparts.items()):
             continue
@@ -59,15 +68,12 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
         try:
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
             moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
-            if accounts_for(standard, case, predicted, 1, range(count)):
-                yield Standard(_up_to(subject, length), standard.unit), []
-            elif accounts_for(standard, case, predicted, 1, moved):
-                partial_cuts.append((length, [i for i in range(count) if i not in moved]))
+            accounted = next((x for x in (range(count), moved) if accounts_for(standard, case, predicted, 1, x)), None)
+            if accounted is not None:
+                others = [i for i in range(count) if i not in accounted]
+                yield Standard(_up_to(subject, length, one.inside), standard.unit), others
         except (NotWide, NotFiniteError, ValueError):
             continue
-    for length, others in sorted(partial_cuts, key=lambda x: len(x[1])):
-        with suppress(NotFiniteError, ValueError):
-            yield Standard(_up_to(subject, length), standard.unit), others
 
 
 def updated_in_sequence(
@@ -80,7 +86,7 @@ def updated_in_sequence(
     Raises:
       Exception: of any type, if the step cannot be traced by JAX, or not run like this.
     """
-    subject, one = standard.subject, _recorded(standard, ONE_BATCH)
+    subject, one = standard.subject, _program(standard, ONE_BATCH)
     start = subject.start
     for length in _gradients(one, [x.shape for x in start]):
         indices, state, counts = one.inputs(length), start, None
@@ -127,11 +133,16 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     if subject.framework == "torch":
         yield from import_module("gradcombine.verify.check.torch_steps").hidden_by_update(standard, split)
         return
+    for cuts in _cuts(standard, split):
+        yield from _hidden(standard, split, cuts)
+
+
+def _hidden(standard: Standard, split: Split, cuts: Cuts) -> Iterator[tuple[Standard, bool]]:
     # In a narrow dtype, rounding would look like a difference.
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
+    subject, one, divided = standard.subject, cuts.one, cuts.divided
+    lengths = [*dict.fromkeys([*cuts.lengths[:CUTS], *cuts.complete[:1]])]
     try:
-        one, divided = (_recorded(standard, x) for x in (ONE_BATCH, split))
-        lengths = _lengths(one, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
         indices, divided_indices = (x.inputs(*lengths) for x in (one, divided))
         functions = [x.values(*lengths) for x in (one, divided)]
         values, divided_values = (subject.floats_of(x, subject.batch, wide) for x in functions)
@@ -139,7 +150,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         perturbed = [subject.floats_of(functions[0], subject.batch, wide, x) for x in noise_of]
     except Exception:  # the step cannot be traced, or not run like this
         return
-    standard.gradient_examined = bool(lengths)
+    standard.gradient_examined = bool(cuts.complete)
     columns = zip(*perturbed, values, strict=True)
     noise = [TIMES * max(float(np.linalg.norm(x - y)) for x in column) for *column, y in columns]
     for length in lengths:
@@ -149,7 +160,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         if not are_far(first, second, [noise[i] for i in at], HIDDEN * min(standard.unit, FLOAT32_UNIT)):
             continue
         try:
-            inner = Standard(_up_to(subject, length), standard.unit)
+            inner = Standard(_up_to(subject, length, one.inside), standard.unit)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
             standard.gradient_examined = False
             return
@@ -174,10 +185,12 @@ def are_far(a: Sequence[np.ndarray], b: Sequence[np.ndarray], noise: Sequence[fl
 def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """Returns candidate numbers of last operations that form the optimizer.
 
-    Candidates whose inputs have the shapes of the parameters come first, and larger numbers before smaller ones.
+    Candidates whose inputs have the shapes of the parameters come first, and larger numbers before smaller ones. Inside
+    of a shard_map, a sum over devices is another function for another number of them, and ends the optimizer.
     """
     pairs = zip(one.operations[::-1], divided.operations[::-1], strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    sums = EQUALIZING if one.inside else ()
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0][0] not in sums, pairs))
     by_inputs: dict[tuple[int, ...], int] = {}
     for length in range(common, 0, -1):
         inputs = one.inputs(length)
@@ -187,165 +200,44 @@ def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]
     return sorted(by_inputs.values(), key=lambda length: sorted(one.shapes(one.inputs(length))) != sorted(shapes))
 
 
-def _up_to(subject: Subject, length: int) -> Subject:
+def _up_to(subject: Subject, length: int, inside: bool) -> Subject:
     """Returns the step that ends before its last operations and returns their inputs."""
 
     def make_step(microbatches: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
-        return Recorded(subject, Split(microbatches, devices)).values(length)
+        return Recorded(subject, Split(microbatches, devices), inside).values(length)
 
     return Subject(make_step, subject.params, subject.batch, returns_params=False)
 
 
-def _recorded(standard: Standard, split: Split) -> Recorded:
+class Cuts(NamedTuple):
+    """The recorded steps of one batch and of a division, the `_lengths` of both, and those that use no examples."""
+
+    one: Recorded
+    divided: Recorded
+    lengths: list[int]
+    complete: list[int]
+
+
+def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
+    """Yields the cuts of a step, and those inside of shard_map unless one of the others has all examples before it.
+
+    Yields none if the step cannot be traced.
+    """
+    shapes = [x.shape for _, x in standard.subject.param_leaves]
+    for inside in (False, True):
+        try:
+            one, divided = (_program(standard, x, inside) for x in (ONE_BATCH, split))
+        except Exception:
+            return
+        lengths, closed = _lengths(one, divided, shapes), min(one.closed(), divided.closed())
+        complete = sorted((x for x in lengths if x <= closed), reverse=True)
+        yield Cuts(one, divided, complete if inside else lengths, complete)
+        if complete:
+            return
+
+
+def _program(standard: Standard, split: Split, inside: bool = False) -> Recorded:
     """Returns the recorded step; that of one batch is compared with several divisions."""
-    if split not in standard.recorded:
-        standard.recorded[split] = Recorded(standard.subject, split)
-    return standard.recorded[split]
-
-
-class Recorded:
-    """Records the values in the shapes of the parameters that a step computes from its examples.
-
-    Attributes:
-      values: a function of lengths that returns a function of parameters and batch, which returns `inputs`, or all
-        values if there are no lengths.
-      rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values replaced.
-      operations: the operation, the shape and the constant operands of each value.
-      dependencies: the indices of the values that each is computed from, directly.
-
-    Raises:
-      NotWide: if the step is not a JAX program.
-    """
-
-    def __init__(self, subject: Subject, split: Split) -> None:
-        if "jax" not in sys.modules or subject.framework not in ("jax", "numpy"):
-            raise NotWide("it is not a JAX program")
-        jax = import_module("jax")
-        self._step, self._shapes = subject.step(split), {x.shape for _, x in subject.param_leaves}
-        self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
-        self.dependencies: list[Dependencies] = []
-
-        def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
-            batch, values, chosen = replacement
-            pairs = iter([*zip(values, chosen, strict=True)])
-
-            def replace(x: Any) -> Any:
-                value, replaces = next(pairs)
-                return jax.numpy.where(replaces, value.astype(x.dtype), x)
-
-            return self._run(params, batch, replace)
-
-        self.rest = jax.jit(rest)
-        self.values = lru_cache(maxsize=2)(self._values)
-        jax.eval_shape(self.values(), subject.params, subject.batch)
-
-    def _values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
-        def step(params: Tree, batch: Tree) -> list[Any]:
-            recorded: list[Any] = []
-
-            def record(x: Any) -> Any:
-                recorded.append(x)
-                return x
-
-            self._run(params, batch, record)
-            # Indices depend on the batch: for one of another size, other values may have the parameters' shapes.
-            return [recorded[i] for i in self.inputs(*lengths)] if lengths else recorded
-
-        return import_module("jax").jit(step)
-
-    def inputs(self, *lengths: int) -> tuple[int, ...]:
-        """Returns the indices of the inputs of the last ``length`` operations, in order of use, for each length."""
-        starts = [len(self.operations) - length for length in lengths]
-        used = (i for start in starts for indices in self.dependencies[start:] for i in indices or () if i < start)
-        return tuple(dict.fromkeys(used))
-
-    def may_rescale(self, index: int, length: int) -> bool:
-        """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
-        while True:
-            users = [j for j, x in enumerate(self.dependencies) if index in (x or ())]
-            users = [j for j in users if j >= len(self.operations) - length]
-            if len(users) != 1:
-                return False
-            name, _, constants = self.operations[index := users[0]]
-            if name not in UNSCALED:
-                return name in ("scan", "while", "cond", "shard_map") or (name in ("div", "mul") and not constants)
-
-    def shapes(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        return [self.operations[i][1] for i in indices]
-
-    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> Tree:
-        jax = import_module("jax")
-        program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
-        self.operations, self.dependencies = [], []
-        arguments = [Tracked(x) for x in jax.tree.leaves(params)]
-        arguments += [Tracked(x, ()) for x in jax.tree.leaves(batch)]
-        results = self._evaluate(program, arguments, visit)
-        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results])
-
-    def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
-        """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""
-        inputs = [*(Tracked(x, constant=_hashed(x)) for x in program.consts), *arguments]
-        values = dict(zip([*program.jaxpr.constvars, *program.jaxpr.invars], inputs, strict=True))
-
-        def read(variable: Any) -> Tracked:
-            if hasattr(variable, "val"):
-                return Tracked(variable.val, constant=_hashed(variable.val))
-            return values[variable]
-
-        for x in program.jaxpr.eqns:
-            operands = [read(v) for v in x.invars]
-            if x.primitive.name in ("jit", "pjit"):
-                results = self._evaluate(x.params["jaxpr"], operands, visit)
-            else:
-                functions, params = _bind_params(x)
-                with import_module("jax").named_scope(scope_of(x)):
-                    outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
-                outputs = outputs if x.primitive.multiple_results else [outputs]
-                results = [self._recorded(x.primitive.name, y, operands, visit) for y in outputs]
-            values.update(zip(x.outvars, results, strict=True))
-        return [read(v) for v in program.jaxpr.outvars]
-
-    def _recorded(self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any]) -> Tracked:
-        constants = tuple(y.constant for y in operands if y.constant is not None)
-        sources = [y.dependencies for y in operands if y.dependencies is not None]
-        if not sources:
-            return Tracked(x, constant=hash((name, x.shape, constants)) if len(constants) == len(operands) else None)
-        indices = tuple(dict.fromkeys(i for some in sources for i in some))
-        if x.shape not in self._shapes or not import_module("jax").numpy.issubdtype(x.dtype, np.floating):
-            return Tracked(x, indices)
-        self.operations.append((name, x.shape, constants))
-        self.dependencies.append(indices)
-        return Tracked(visit(x), (len(self.operations) - 1,))
-
-
-UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
-
-Dependencies: TypeAlias = tuple[int, ...] | None
-"""Indices of the recorded values that a value is computed from; None if it does not depend on examples."""
-
-Constants: TypeAlias = tuple[int, ...]
-"""Hashes of constants, or of the operations that compute them."""
-
-
-class Tracked(NamedTuple):
-    """A value in a program.
-
-    Attributes:
-      value: an array.
-      dependencies: the recorded values that it is computed from.
-      constant: hash of its value, or of the operations that compute it from constants; None if it is not constant.
-    """
-
-    value: Any
-    dependencies: Dependencies = None
-    constant: int | None = None
-
-
-def _hashed(x: Any) -> int | None:
-    return None if isinstance(x, import_module("jax").core.Tracer) else hash(array_of(x).tobytes())
-
-
-def _bind_params(equation: Any) -> tuple[Any, Any]:
-    """Returns the functions and parameters to bind a primitive with; newer versions of JAX return no functions."""
-    bound = equation.primitive.get_bind_params(equation.params)
-    return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))
+    if (split, inside) not in standard.recorded:
+        standard.recorded[split, inside] = Recorded(standard.subject, split, inside)
+    return standard.recorded[split, inside]

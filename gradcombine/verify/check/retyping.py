@@ -140,6 +140,13 @@ def wide() -> Generator[None]:
         yield
 
 
+def mapped(params: Any, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    """Maps a function like the shard_map with these parameters, but for its results."""
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    shared = {name: params[name] for name in ("mesh", "in_specs", "check_vma")}
+    return sys.modules["jax"].shard_map(function, out_specs=out_specs, axis_names=axes, **shared)
+
+
 def operations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a program, each followed by those of its inner programs."""
     for operation in jaxpr.eqns:
@@ -315,15 +322,7 @@ def _shard_map(operation: Any, arguments: Arrays) -> Arrays:
     def on_device(*x: Any) -> tuple[Any, ...]:
         return tuple(body(*x))
 
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-    return sys.modules["jax"].shard_map(
-        on_device,
-        mesh=params["mesh"],
-        in_specs=params["in_specs"],
-        out_specs=params["out_specs"],
-        check_vma=params["check_vma"],
-        axis_names=axes,
-    )(*arguments)
+    return mapped(params, on_device, params["out_specs"])(*arguments)
 
 
 def _linear_solve(operation: Any, arguments: Arrays) -> Arrays:

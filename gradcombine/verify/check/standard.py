@@ -51,7 +51,7 @@ class Standard(Measured):
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         super().__init__(subject, unit)
-        self.recorded: dict[Split, Any] = {}
+        self.recorded: dict[tuple[Split, bool], Any] = {}
         self._elsewhere_results: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
 
     def uninformative(self, faults: bool) -> str:

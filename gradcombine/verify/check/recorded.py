@@ -1,0 +1,254 @@
+"""Records the values in the shapes of the parameters that a JAX step computes, and runs it with others in their place.
+
+Inside of `jax.shard_map`, values that are equal on all devices can be recorded, too. A value may differ along an axis
+of the mesh if the spec of an argument that it depends on, or an operation in between, names it, up to a sum along this
+axis. (Other values, such as shards that are gathered after the optimizer has scaled them by a norm, may hide the
+gradient.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+
+from gradcombine.types import Tree
+from gradcombine.verify.check.leaves import array_of
+from gradcombine.verify.check.retyping import inner, mapped, operations
+from gradcombine.verify.check.running import NotWide, Split, Subject
+from gradcombine.verify.check.step_program import scope_of
+
+EQUALIZING = "psum", "psum_invariant", "pmax", "pmin"
+"""Operations whose results are equal on all devices along their axes."""
+
+EXAMPLES = -1
+"""Index of the examples among the dependencies of a value."""
+
+
+class Recorded:
+    """Records the values in the shapes of the parameters that a step computes from its examples.
+
+    Attributes:
+      values: a function of lengths that returns a function of parameters and batch, which returns `inputs`, or all
+        values if there are no lengths.
+      rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values replaced.
+      operations: the operation, the shape and the constant operands of each value.
+      dependencies: the indices of the values that each is computed from, directly.
+      inside: whether values inside of shard_map are recorded.
+
+    Raises:
+      NotWide: if the step is not a JAX program.
+    """
+
+    def __init__(self, subject: Subject, split: Split, inside: bool = False) -> None:
+        if "jax" not in sys.modules or subject.framework not in ("jax", "numpy"):
+            raise NotWide("it is not a JAX program")
+        jax, self.inside = import_module("jax"), inside
+        self._step, self._shapes = subject.step(split), {x.shape for _, x in subject.param_leaves}
+        self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
+        self.dependencies: list[Dependencies] = []
+        self._visited: list[Any] = []
+        self._users: defaultdict[int, list[int]] = defaultdict(list)
+        """The values that are computed from each value, directly."""
+        self._exchanges = False
+        """Whether devices exchange numbers that depend on recorded values, such as the norm of a gradient."""
+
+        def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
+            batch, values, chosen = replacement
+            pairs = iter([*zip(values, chosen, strict=True)])
+
+            def replace(x: Any) -> Any:
+                value, replaces = next(pairs)
+                return jax.numpy.where(replaces, value.astype(x.dtype), x)
+
+            return self._run(params, batch, replace)[0]
+
+        self.rest = jax.jit(rest)
+        self.values = lru_cache(maxsize=2)(self._values)
+        jax.eval_shape(self.values(), subject.params, subject.batch)
+
+    def _values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
+        def step(params: Tree, batch: Tree) -> list[Any]:
+            _, visited = self._run(params, batch, lambda x: x)
+            # Indices depend on the batch: for one of another size, other values may have the parameters' shapes.
+            return [visited[i] for i in self.inputs(*lengths)] if lengths else visited
+
+        return import_module("jax").jit(step)
+
+    def inputs(self, *lengths: int) -> tuple[int, ...]:
+        """Returns the indices of the inputs of the last ``length`` operations, in order of use, for each length."""
+        starts = [len(self.operations) - length for length in lengths]
+        used = (i for start in starts for indices in self.dependencies[start:] for i in indices or () if i < start)
+        return tuple(dict.fromkeys(i for i in used if i != EXAMPLES))
+
+    def closed(self) -> int:
+        """Returns the number of last operations that depend on the examples through their `inputs` only.
+
+        Ignores scalars that are not used, such as metrics. Returns 0 if devices exchange a norm of the gradient, or the
+        like: the results do not show then what the gradient is.
+        """
+        if self._exchanges:
+            return 0
+        for i in range(len(self.operations) - 1, -1, -1):
+            if EXAMPLES in (self.dependencies[i] or ()) and (self.operations[i][1] or self._users[i]):
+                return len(self.operations) - 1 - i
+        return len(self.operations)
+
+    def may_rescale(self, index: int, length: int) -> bool:
+        """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
+        while True:
+            users = [j for j in self._users[index] if j >= len(self.operations) - length]
+            if len(users) != 1:
+                return False
+            name, _, constants = self.operations[index := users[0]]
+            if name not in UNSCALED:
+                return name in ("scan", "while", "cond", "shard_map") or (name in ("div", "mul") and not constants)
+
+    def shapes(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.operations[i][1] for i in indices]
+
+    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> tuple[Tree, list[Any]]:
+        """Runs the step; returns its result and the recorded values, or what ``visit`` made of them."""
+        jax = import_module("jax")
+        program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
+        self.operations, self.dependencies, self._visited, self._users = [], [], [], defaultdict(list)
+        self._exchanges = False
+        arguments = [Tracked(x) for x in jax.tree.leaves(params)]
+        arguments += [Tracked(x, (EXAMPLES,)) for x in jax.tree.leaves(batch)]
+        results = self._evaluate(program, arguments, visit)
+        visited, self._visited = self._visited, []
+        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results]), visited
+
+    def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
+        """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""
+        jaxpr = getattr(program, "jaxpr", program)
+        inputs = [*(Tracked(x, constant=_hashed(x)) for x in getattr(program, "consts", ())), *arguments]
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+        def read(variable: Any) -> Tracked:
+            if hasattr(variable, "val"):
+                return Tracked(variable.val, constant=_hashed(variable.val))
+            return values[variable]
+
+        for x in jaxpr.eqns:
+            operands = [read(v) for v in x.invars]
+            if x.primitive.name in ("jit", "pjit"):
+                results = self._evaluate(x.params["jaxpr"], operands, visit)
+            elif self.inside and x.primitive.name == "shard_map":
+                results = self._on_devices(x, operands, visit)
+            else:
+                functions, params = _bind_params(x)
+                with import_module("jax").named_scope(scope_of(x)):
+                    outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
+                outputs = outputs if x.primitive.multiple_results else [outputs]
+                axes, before = _axes(x, operands) if self.inside else frozenset[Hashable](), len(self.operations)
+                results = [self._recorded(x.primitive.name, y, operands, visit, axes) for y in outputs]
+                unrecorded = self.inside and len(self.operations) - before < len(results)
+                if unrecorded and x.primitive.name != "pvary" and _names_axes(x):
+                    self._exchanges |= any(i != EXAMPLES for y in operands for i in y.dependencies or ())
+            values.update(zip(x.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _on_devices(self, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
+        """Evaluates a shard_map, whose recorded values are returned from it."""
+        params, start, inside = x.params, len(self._visited), list[Tracked]()
+
+        def on_device(*arguments: Any) -> tuple[list[Any], list[Any]]:
+            rows = zip(operands, arguments, params["in_specs"], strict=True)
+            entering = [y._replace(value=value, axes=y.axes | _named(tuple(spec))) for y, value, spec in rows]
+            inside[:] = self._evaluate(params["jaxpr"], entering, visit)
+            return [y.value for y in inside], self._visited[start:]
+
+        specs = list(params["out_specs"]), import_module("jax").sharding.PartitionSpec()
+        outputs, self._visited[start:] = mapped(params, on_device, specs)(*(y.value for y in operands))
+        outside = frozenset[Hashable]().union(*(y.axes for y in operands))
+        # A result of shards is recorded here, since its parts were not.
+        return [
+            self._recorded("shard_map", value, [y], visit, outside) if y.axes - outside else y._replace(value=value)
+            for value, y in zip(outputs, inside, strict=True)
+        ]
+
+    def _recorded(
+        self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any], axes: Axes
+    ) -> Tracked:
+        constants = tuple(y.constant for y in operands if y.constant is not None)
+        sources = [y.dependencies for y in operands if y.dependencies is not None]
+        if not sources:
+            constant = hash((name, x.shape, constants)) if len(constants) == len(operands) else None
+            return Tracked(x, constant=constant, axes=axes)
+        indices = tuple(dict.fromkeys(i for some in sources for i in some))
+        if axes or x.shape not in self._shapes or not import_module("jax").numpy.issubdtype(x.dtype, np.floating):
+            return Tracked(x, indices, axes=axes)
+        self.operations.append((name, x.shape, constants))
+        self.dependencies.append(indices)
+        for i in indices:
+            self._users[i].append(len(self.operations) - 1)
+        self._visited.append(visit(x))
+        return Tracked(self._visited[-1], (len(self.operations) - 1,))
+
+
+UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
+
+Dependencies: TypeAlias = tuple[int, ...] | None
+"""Indices of the recorded values, or `EXAMPLES`, that a value is computed from; None if it does not depend on them."""
+
+Constants: TypeAlias = tuple[int, ...]
+"""Hashes of constants, or of the operations that compute them."""
+
+Axes: TypeAlias = frozenset[Hashable]
+"""Axes of a mesh along which devices may hold different values."""
+
+
+class Tracked(NamedTuple):
+    """A value in a program.
+
+    Attributes:
+      value: an array.
+      dependencies: the recorded values that it is computed from.
+      constant: hash of its value, or of the operations that compute it from constants; None if it is not constant.
+      axes: along which it may differ.
+    """
+
+    value: Any
+    dependencies: Dependencies = None
+    constant: int | None = None
+    axes: Axes = frozenset()
+
+
+def _hashed(x: Any) -> int | None:
+    return None if isinstance(x, import_module("jax").core.Tracer) else hash(array_of(x).tobytes())
+
+
+def _bind_params(equation: Any) -> tuple[Any, Any]:
+    """Returns the functions and parameters to bind a primitive with; newer versions of JAX return no functions."""
+    bound = equation.primitive.get_bind_params(equation.params)
+    return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))
+
+
+def _names_axes(equation: Any) -> list[tuple[Any, Axes]]:
+    """Returns the operations of an equation and its inner programs that name axes of a mesh, with these axes."""
+    found = (equation, *(y for program in inner(equation) for y in operations(program)))
+    named = ((x, _named(x.params.get("axes", ())) | _named(x.params.get("axis_name", ()))) for x in found)
+    return [(x, axes) for x, axes in named if axes]
+
+
+def _axes(equation: Any, operands: Sequence[Tracked]) -> Axes:
+    """Returns the axes along which the results of an operation may differ."""
+    axes = frozenset[Hashable]().union(*(y.axes for y in operands))
+    for x, named in _names_axes(equation):
+        equalizes = x is equation and x.primitive.name in EQUALIZING
+        axes = axes - named if equalizes and x.params.get("axis_index_groups") is None else axes | named
+    return axes
+
+
+def _named(axes: Any) -> Axes:
+    """Returns the names among the axes of an operation or a partition spec; others are numbers."""
+    parts: list[Any] = []
+    for x in cast("tuple[Any, ...]", axes if isinstance(axes, tuple) else (axes,)):
+        parts += cast("tuple[Any, ...]", x if isinstance(x, tuple) else (x,))
+    return frozenset(x for x in parts if x is not None and not isinstance(x, int | np.integer))
