@@ -8,7 +8,7 @@ and tf.nest.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -273,8 +273,8 @@ def _container_type(node: Tree) -> type:
     if cls in (dict, list, tuple):
         return cls
     # tf.Module wraps dicts and lists in subclasses, which count as dict and list.
-    if isinstance(node, OrderedDict):
-        return OrderedDict
+    if isinstance(node, (OrderedDict, defaultdict)):
+        return OrderedDict if isinstance(node, OrderedDict) else defaultdict
     if isinstance(node, dict):
         return dict
     return list if isinstance(node, list) else cls
@@ -312,16 +312,19 @@ def _split_dict(node: dict[Any, Any]) -> Split:
     except TypeError:
         types = sorted({type(name).__name__ for name in node})
         raise invalid("keys that can be sorted", f"keys of {', '.join(types)}") from None
-    rebuild = partial(_dict_of, cls, names, order)
+    make = partial(defaultdict, node.default_factory) if isinstance(node, defaultdict) else cls
+    rebuild = partial(_dict_of, make, names, order)
     return Split(names, tuple(map(node.__getitem__, names)), rebuild, form="[{!r}]")
 
 
-def _dict_of(cls: type, names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Tree]) -> Tree:
+def _dict_of(
+    make: Callable[..., Tree], names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Tree]
+) -> Tree:
     """The dict of children, which are sorted by ``names``, with its keys in their original order."""
     by_name = dict(zip(names, children, strict=True))
-    if cls is dict and names == order:
+    if make is dict and names == order:
         return by_name
-    return cls(zip(order, map(by_name.__getitem__, order), strict=True))
+    return make(zip(order, map(by_name.__getitem__, order), strict=True))
 
 
 def _sorted(names: Iterable[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +86,7 @@ class Point(NamedTuple):
     [
         lambda a, b: {"b": b, "a": a},
         lambda a, b: OrderedDict([("z", a), ("a", b)]),
+        lambda a, b: defaultdict(list, {"z": a, "a": b}),
         lambda a, b: [a, (b,)],
         lambda a, b: Point(a, {"y": b}),
         lambda a, b: {1: a, 0: [b, None, []]},

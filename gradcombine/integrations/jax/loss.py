@@ -73,7 +73,7 @@ class Loss:
       has_aux: as for jax.value_and_grad.
       aux_reduction: combines ``aux``: a reduction, or a tree prefix of reductions, as for
         `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
-        as for the value.
+        as for the value. A microbatch of weight 0 is left out, also with `sum` and `ratio`.
       differentiate: False: ``function`` returns ``(value, gradients)``, as one made by jax.value_and_grad does. The
         gradients may be narrower than the parameters.
       terms: for a loss of several terms, a dict from term to denominator: ``{"ce": "tokens", "balance":

@@ -132,8 +132,8 @@ def scales_loss(objective: Objective, spec: Contribution, trace: Callable[[], Cl
     """Whether the weight of a microbatch can scale its loss instead of its gradients.
 
     Requires a plain sum or mean, as other reductions process each gradient first, no narrow floats, which would round
-    the weight or overflow, and no custom_vjp, whose backward pass may clip or quantize. With a carry, all microbatches
-    have to be computed, even those that may have weight 0.
+    the weight or overflow, and no custom_vjp or linear_call, whose backward pass may clip or quantize. With a carry,
+    all microbatches have to be computed, even those that may have weight 0.
 
     Args:
       trace: traces the loss, without its derivative.
@@ -169,7 +169,7 @@ def _is_linear(equation: JaxprEqn) -> bool:
     """Whether the backward pass of an equation is linear up to rounding, also for cotangents of another scale."""
     dtypes = [getattr(x.aval, "dtype", np.int32) for x in equation.outvars]  # effects have none
     in_range = all(jnp.finfo(x).maxexp >= FLOAT32_EXPONENT for x in dtypes if jnp.issubdtype(x, jnp.floating))
-    return in_range and not equation.primitive.name.startswith("custom_vjp_call")
+    return in_range and not equation.primitive.name.startswith(("custom_vjp_call", "linear_call"))
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -160,10 +160,17 @@ def part_specs(
     specs = {"grads": objective.grads_like(params), "value": _scalar(value_dtype), "weight": _scalar(np.float32)}
     if not example and not kwargs:
         return specs
-    traceable = objective if unbound(objective.over) is None else dataclasses.replace(objective, over=gc.LOCAL)
-    loss_args = loss_arguments(objective, params, carry, example)
-    parts = jax.eval_shape(lambda *args, **kw: traceable.contribution(args, kw).parts, *loss_args, **kwargs)
+    traceable, loss_args = objective, loss_arguments(objective, params, carry, example)
+    traced = loss_args, kwargs
+    if unbound(objective.over) is not None:  # outside of the mapped function, the loss cannot take sharded arguments
+        traceable, traced = dataclasses.replace(objective, over=gc.LOCAL), jax.tree.map(_unsharded, traced)
+    parts = jax.eval_shape(lambda args, kw: traceable.contribution(args, kw).parts, *traced)
     return specs | ({"aux": with_mesh_of(parts["aux"], (loss_args, kwargs))} if "aux" in parts else {})
+
+
+def _unsharded(x: Tree) -> Tree:
+    is_weak = getattr(x, "weak_type", False)  # random keys have none
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=is_weak) if isinstance(x, jax.Array) else x
 
 
 def microbatch(

@@ -61,7 +61,8 @@ class Accumulate(Wrapper):
     once per optimizer, at the end of ``fit`` at the latest.
 
     A gradient of None adds nothing. For a variable that has never had a gradient the inner optimizer gets None, and
-    Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense.
+    Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense: rows of a repeated id are added before the
+    optimizer squares them, unlike in Keras' Adam, Adagrad and RMSprop, also with ``every=1``.
 
     Replicas of a tf.distribute strategy exchange gradients only at the boundary of a window. Like every Keras
     optimizer, this one expects gradients that are to be summed over replicas, as Keras divides its losses by the number

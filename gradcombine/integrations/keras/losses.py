@@ -88,11 +88,14 @@ def require_weighable(model: Any, reduction: str) -> None:
         if reduction == "mean":
             raise invalid(sums, f"reduction='mean' and {received}")
         # Not model.losses: on JAX, a step has taken the variables' values.
-        layers = model._flatten_layers(include_self=True, recursive=True)
-        regularizers = [getattr(x, "activity_regularizer", None) for x in layers]
-        if any(regularizers) or any(getattr(x, "regularizer", None) for x in model.trainable_variables):
+        if _regularizes_activities(model) or any(getattr(x, "regularizer", None) for x in model.trainable_variables):
             expected = "no regularizers, which do not add up over microbatches, beside sums over the examples"
             raise invalid(expected, f"regularizers and {received}")
+
+
+def _regularizes_activities(model: Any) -> bool:
+    layers = model._flatten_layers(include_self=True, recursive=True)
+    return any(getattr(x, "activity_regularizer", None) for x in layers)
 
 
 def require_no_mask(model: Any, outputs: Tree) -> None:
@@ -142,7 +145,8 @@ def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree)
 
     Raises:
       GradCombineError: as `require_weighable` and `examples`; for means by sample weight if outputs have different
-        sample weights or losses have different reductions.
+        sample weights, losses have different reductions, or a layer has an activity regularizer, which Keras divides by
+        the number of examples.
     """
     require_weighable(model, reduction)
     reductions = _reductions(model)
@@ -158,6 +162,9 @@ def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree)
             weights = f"{len(leaves)} sample weights (Keras copies one for each output)"
             expected += ", or an override of microbatch_weight"
             raise invalid(expected, f"{weights} and reductions {sorted(map(repr, reductions))}")
+        if _regularizes_activities(model):
+            expected = f"no activity_regularizer, a mean over examples, beside reduction {_BY_SAMPLE_WEIGHT!r}"
+            raise invalid(expected, "one")
     is_wide = keras.backend.standardize_dtype(leaves[0].dtype) == "float64"
     return keras.ops.sum(keras.ops.cast(leaves[0], "float64" if is_wide else "float32"))
 

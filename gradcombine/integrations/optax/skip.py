@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -116,6 +117,8 @@ def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tup
     Returns:
       The decision, a boolean scalar array, and the detail.
     """
+    with translate_errors("a skip function of (updates, gradient_step, params)", received=shown(skip)):
+        inspect.signature(skip).bind(updates, gradient_step, params)
     expected = "a skip function that returns (boolean scalar, state)"
     decision, detail = require_tuple(expected, skip(updates, gradient_step, params), 2)
     require_scalar("a skip function that returns a boolean scalar first", decision, "b")

@@ -169,6 +169,19 @@ def test_over_replicas(k: int) -> None:
     as_expected(metrics, 4 * k)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_state_is_created_from_the_arguments_of_a_call_on_a_mesh(kind: AxisType) -> None:
+    """Outside of the mapped function, a sort cannot take an argument that is sharded over explicit axes."""
+    on = mesh(4, "data", kind)
+    batch = jax.device_put(BATCH, NamedSharding(on, P("data")))
+    params = jax.device_put(PARAMS, NamedSharding(on, P()))
+    step = train_step(objective(grad_norm=True), optax.sgd(1.0), every=2, over=gc.jax_axis("data"))
+    specs = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), step.init(params, x)) for x in (batch, BATCH)
+    ]
+    assert specs[0] == specs[1]
+
+
 @pytest.mark.full
 def test_over_requests() -> None:
     step = request_step(objective(grad_norm=True), optax.sgd(1.0), microbatches=4)

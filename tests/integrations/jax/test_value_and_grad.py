@@ -283,7 +283,11 @@ def in_scan(x: Any) -> Any:
     return jax.lax.scan(lambda carry, _: (clipped(carry), None), x, None, length=1)[0]
 
 
-@pytest.mark.parametrize("bounded", [clipped, jax.jit(clipped), jax.checkpoint(clipped), in_scan])
+def by_linear_call(x: Any) -> Any:
+    return jax.custom_derivatives.linear_call(lambda _, x: x, lambda _, g: jnp.clip(g, -1, 1), (), x)
+
+
+@pytest.mark.parametrize("bounded", [clipped, jax.jit(clipped), jax.checkpoint(clipped), in_scan, by_linear_call])
 def test_a_backward_pass_that_clips_gets_cotangents_of_the_loss(bounded: Any) -> None:
     """A gradient of 0.25 is below the bound; 100 times it is not."""
 

@@ -129,6 +129,15 @@ def test_regularizers_beside_summed_losses_are_refused(model: type) -> None:
         made.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[FlushAtEpochEnd()])
 
 
+def test_activity_regularizers_beside_means_by_sample_weight_are_refused() -> None:
+    """Keras divides them by the number of examples."""
+    x = keras.Input((2,))
+    made = Plain(x, keras.layers.Dense(1, activity_regularizer=keras.regularizers.L2(0.5))(x))
+    made.compile(Accumulate(keras.optimizers.SGD(1.0), EVERY), squares("mean_with_sample_weight"))
+    with pytest.raises(GradCombineError, match="leaf loss: expected no activity_regularizer, a mean over examples"):
+        made.fit(X, Y, batch_size=BATCH, verbose=0, sample_weight=np.ones(len(X)), callbacks=[FlushAtEpochEnd()])
+
+
 @pytest.mark.parametrize("model", [Plain, Model])
 def test_a_mean_over_labels_that_are_not_ignored_is_refused(model: type) -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=-1)

@@ -196,6 +196,7 @@ def test_a_state_that_optax_made_is_taken_over(compat: bool, done: int) -> None:
         (lambda u, s, p: (jnp.int32(0), ()), "received int32 of shape"),
         (lambda u, s, p: jnp.asarray(False), "expected a skip function that returns \\(boolean scalar, state\\)"),
         ("nan", "expected a skip function, or None, received 'nan'"),
+        (skip_large, r"expected a skip function of \(updates, gradient_step, params\), received <function skip_large"),
     ],
 )
 def test_bad_skip_functions(function: Any, message: str) -> None:
