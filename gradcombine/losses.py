@@ -346,7 +346,7 @@ def require_whole(microbatches: Sequence[Iterable[int]]) -> None:
     """Raises if a group is split, that is, if a group id occurs in more than one microbatch.
 
     Args:
-      microbatches: the group ids, as for `group_mean`, of each microbatch of all replicas.
+      microbatches: for each microbatch of all replicas, the group id of each of its sequences, without padding.
 
     >>> from gradcombine.losses import require_whole
     >>> require_whole([[7, 7, 3], [5, 5]])
