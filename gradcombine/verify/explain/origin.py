@@ -114,7 +114,7 @@ def explain(
 
     Raises:
       GradCombineError: for an empty list, trees without elements, trees that do not match, leaves that are not floats,
-        and a wrong number of weights.
+        a wrong number of weights, and ``ranks`` of which none can have held as many contributions as the others.
 
     >>> import numpy as np
     >>> from gradcombine.verify import explain
@@ -141,8 +141,10 @@ def explain(
         raise invalid("one element or more in the result", "none")
     if ranks is None:
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
-    expected = "numbers of replicas, 1 or more"
+    expected = f"numbers of replicas, 1 or more, of which one divides {len(trees)} contributions"
     ranks = [require_integer(expected, x) for x in require_items(expected, ranks)]
+    if ranks and all(len(trees) % x for x in ranks):
+        raise invalid(expected, ", ".join(map(str, ranks)))
     tried: list[Candidate] = []
     measured: list[list[tuple[int, int]]] = []
     with np.errstate(all="ignore"):

@@ -223,6 +223,13 @@ def test_bad_input_is_named(arguments: Any, message: str) -> None:
         explain(*arguments)
 
 
+def test_replicas_hold_equally_many_contributions() -> None:
+    contributions = [np.float32([i, 1]) for i in range(4)]
+    with pytest.raises(GradCombineError, match="of which one divides 4 contributions, received 3, 8"):
+        explain(contributions, sum(contributions), ranks=(3, 8))
+    assert explain(contributions, sum(contributions), ranks=(3, 2)).matches
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
 def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:
