@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import permutations, product
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import islice, permutations, product
 from typing import TypeAlias
 
 from gradcombine.verify.diff.dumps import Dump, Entry
@@ -14,9 +14,13 @@ from gradcombine.verify.diff.mapping import Pair, canonical, roles
 from gradcombine.verify.diff.similarity import CERTAIN, MAX_SIZE, align, orders
 
 Ranks: TypeAlias = tuple[int, ...]
+Words: TypeAlias = tuple[tuple[str, ...], ...]
 
 UPSAMPLES = "transpos", "tconv", "convt", "deconv", "up", "dec", "unpool"
 """Beginnings of the words in names of modules that increase the resolution, such as transposed convolutions."""
+
+PROJECTIONS = "query", "key", "value"
+"""Modules of an attention that have these names, or synonyms, almost everywhere."""
 
 MOST = 3
 """Most numbers in a name whose order is not known, as of experts in layers or of layers in experts."""
@@ -37,7 +41,7 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
         if pair.reason not in ("values", "similar name"):
             continue
         shapes = a[pair.a].shape, b[pair.b].shape
-        by_words[(shapes, *(tuple(words for words, _ in _numbered(name)) for name in pair[:2]))].append(pair)
+        by_words[(shapes, *map(_words, pair[:2]))].append(pair)
         by_module[(shapes, *(_module(name)[1] for name in pair[:2]))].append(pair)
     for group in by_words.values():
         left, right = _ranks([pair.a for pair in group]), _ranks([pair.b for pair in group])
@@ -49,7 +53,33 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
         named = {_module(pair.b)[0]: pair.b for pair in group}
         if {_module(pair.a)[0] for pair in group} == named.keys() and len(named) == len(group):
             yield from _contradicting(a, b, ((pair, named[_module(pair.a)[0]]) for pair in group))
-    yield from _exchanged(a, b, [pair for group in by_words.values() for pair in group], pairs)
+    by_values = [pair for group in by_words.values() for pair in group]
+    for words, margin in ((_words, 1), (_role, 0)):
+        yield from _against_others(a, b, by_values, pairs, words, margin)
+    yield from _exchanged(a, b, by_values, pairs)
+
+
+def _against_others(
+    a: Dump,
+    b: Dump,
+    by_values: Sequence[Pair],
+    pairs: Sequence[Pair],
+    words: Callable[[str], Hashable],
+    margin: int,
+) -> Iterator[tuple[str, str, str]]:
+    """Yields leaves that are exchanged in a few of several layers: in the others, their words have other counterparts.
+
+    If most leaves with the words P are matched with those with the words X, and most with Q with those with Y, a match
+    of P and Y and one of Q and X contradict them. "Most" is at least a ``margin`` more.
+    """
+    counts, groups = Counter[tuple[Hashable, Hashable]](), defaultdict[tuple[Hashable, Hashable], list[Pair]](list)
+    counts.update((words(pair.a), words(pair.b)) for pair in pairs)
+    for pair in by_values:
+        groups[words(pair.a), words(pair.b)].append(pair)
+    for ((p, y), group), ((q, x), others) in permutations(groups.items(), 2):
+        if p != q and x != y and min(counts[p, x], counts[q, y]) >= max(counts[p, y], counts[q, x]) + margin:
+            fitting = ((one, two.b) for one, two in product(group, others) if a[one.a].shape == a[two.a].shape)
+            yield from _contradicting(a, b, islice(fitting, 1))
 
 
 def _exchanged(a: Dump, b: Dump, by_values: Sequence[Pair], pairs: Sequence[Pair]) -> Iterator[tuple[str, str, str]]:
@@ -87,7 +117,7 @@ def _exchanged(a: Dump, b: Dump, by_values: Sequence[Pair], pairs: Sequence[Pair
 def _is_in_order(group: Sequence[Pair]) -> bool:
     """Whether the names differ only in numbers, which increase on both sides together."""
     sides = [pair.a for pair in group], [pair.b for pair in group]
-    if any(len({tuple(words for words, _ in _numbered(name)) for name in names}) > 1 for names in sides):
+    if any(len(set(map(_words, names))) > 1 for names in sides):
         return False
     left, right = map(_ranks, sides)
     return next(_orders(left, False)) == next(_orders(right, False))
@@ -122,6 +152,16 @@ def _ranks(names: Sequence[str]) -> list[Ranks]:
     return [*zip(*differing, strict=True)] if differing else [()] * len(names)
 
 
+def _role(name: str) -> str:
+    """The module of `PROJECTIONS` that a leaf belongs to; empty for others."""
+    module, _ = _module(name)
+    return module if module in PROJECTIONS else ""
+
+
+def _words(name: str) -> Words:
+    return tuple(words for words, _ in _numbered(name))
+
+
 def _numbered(name: str) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
     """The words and the numbers of each part of a path."""
     parts: list[list[str]] = [re.findall(r"[a-z]+|\d+", part) for part in _segments(name)]
@@ -149,7 +189,7 @@ def _segments(name: str) -> list[str]:
 def _module(name: str) -> tuple[str, tuple[str, ...]]:
     """The name of a leaf's module and the rest of the name: "query" and ("0", "kernel") of "layers.0.q_proj.weight"."""
     words, segments = canonical(name), _segments(name)
-    last = max((i for i, word in enumerate(words) if word in ("query", "key", "value")), default=None)
+    last = max((i for i, word in enumerate(words) if word in PROJECTIONS), default=None)
     if last is not None:
         return words[last], (*words[:last], *words[last + 1 :])
     return next(iter(segments[-2:-1]), ""), (*segments[:-2], *segments[-1:])

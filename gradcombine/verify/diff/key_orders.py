@@ -74,15 +74,18 @@ def flipped(a: Dump, b: Dump, pair: Pair) -> Pair | None:
 
 
 def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
-    """Splits packed queries, keys and values, unless the other dump packs them, too."""
+    """Splits packed queries, keys and values, unless the other dump packs them, too, by its names or shapes."""
     if any(_PACKED.fullmatch(name) for name in other):
         return dump
+    shapes = Counter(tuple(sorted(leaf.shape)) for leaf in other.values())
+    shapes.subtract(tuple(sorted(leaf.shape)) for leaf in dump.values())
     parts: dict[str, Entry] = {}
     for name, leaf in dump.items():
         packed = _PACKED.fullmatch(name)
         axis = _packed_axis(leaf.shape)
         names = [] if packed is None else [f"{packed[1]}{part}_proj_{packed[2]}" for part in _PARTS]
-        if not names or axis is None or leaf.unread or fixed(name) or any(x in dump for x in names):
+        fits = shapes[tuple(sorted(leaf.shape))] >= 0  # as many leaves have this shape there
+        if not names or axis is None or fits or leaf.unread or fixed(name) or any(x in dump for x in names):
             parts[name] = leaf
             continue
         shape = tuple(n // 3 if i == axis else n for i, n in enumerate(leaf.shape))

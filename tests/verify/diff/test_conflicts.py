@@ -114,6 +114,54 @@ def test_queries_keys_and_values_have_names_everywhere(left: str, right: str, ex
     assert len(failing(report)) == len(moved)
 
 
+T5 = {
+    "layer.0.SelfAttention.k": "attention/key",
+    "layer.0.SelfAttention.o": "attention/out",
+    "layer.1.DenseReluDense.wi": "mlp/up",
+    "layer.1.DenseReluDense.wo": "mlp/down",
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "exchanged"),
+    [
+        (2, {"attention/key": "mlp/up"}),  # a key is named so on both sides
+        (3, {"attention/key": "mlp/up"}),
+        (3, {"attention/out": "mlp/down"}),  # the names of these have nothing in common
+        (3, {}),
+    ],
+)
+def test_a_module_of_one_layer_that_is_exchanged_with_one_of_another_fails(
+    layers: int, exchanged: dict[str, str]
+) -> None:
+    """Most layers say which modules correspond."""
+    values = {(name, i): RNG.normal(size=(6, 6)) for name in T5 for i in range(layers)}
+    a = {f"encoder.block.{i}.{name}.weight": x.T for (name, i), x in values.items()}
+    b = {f"target/encoder/layers_{i}/{T5[name]}/kernel": x for (name, i), x in values.items()}
+    for one, other in exchanged.items():
+        x, y = f"target/encoder/layers_0/{one}/kernel", f"target/encoder/layers_1/{other}/kernel"
+        b[x], b[y] = b[y], b[x]
+    report = diff(dump(a), dump(b))
+    assert report.passes == (not exchanged) and len(failing(report)) == 2 * len(exchanged), report.crossed
+
+
+def test_packed_attention_may_have_a_number_for_a_name() -> None:
+    sizes = {"attn.c_attn": (6, 18), "attn.c_proj": (6, 6), "mlp.c_fc": (6, 24), "mlp.c_proj": (24, 6)}
+    values = {(name, i): RNG.normal(size=size) for name, size in sizes.items() for i in range(2)}
+    a = {f"h.{i}.{name}.{x}": y for (name, i), k in values.items() for x, y in (("weight", k.T), ("bias", k[0]))}
+    numbers = dict(
+        zip(sizes, ("Attention_0/Dense_0", "Attention_0/Dense_1", "MLP_0/Dense_0", "MLP_0/Dense_1"), strict=True)
+    )
+    b = {
+        f"Block_{i}/{numbers[name]}/{x}": y
+        for (name, i), k in values.items()
+        for x, y in (("kernel", k), ("bias", k[0]))
+    }
+    assert diff(dump(a), dump(b)).passes
+    x, y = (f"Block_{i}/Attention_0/Dense_0/kernel" for i in range(2))
+    assert not diff(dump(a), dump(b | {x: b[y], y: b[x]})).passes
+
+
 NORMALIZED = {
     "named": {
         "conv": ("conv/kernel", "conv/bias"),
