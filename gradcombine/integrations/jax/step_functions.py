@@ -169,8 +169,9 @@ def part_specs(
 
 
 def _unsharded(x: Tree) -> Tree:
-    is_weak = getattr(x, "weak_type", False)  # random keys have none
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=is_weak) if isinstance(x, jax.Array) else x
+    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))  # random keys have none
 
 
 def microbatch(

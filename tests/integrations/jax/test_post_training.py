@@ -176,10 +176,10 @@ def test_a_state_is_created_from_the_arguments_of_a_call_on_a_mesh(kind: AxisTyp
     batch = jax.device_put(BATCH, NamedSharding(on, P("data")))
     params = jax.device_put(PARAMS, NamedSharding(on, P()))
     step = train_step(objective(grad_norm=True), optax.sgd(1.0), every=2, over=gc.jax_axis("data"))
-    specs = [
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), step.init(params, x)) for x in (batch, BATCH)
-    ]
-    assert specs[0] == specs[1]
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
+    states = [step.init(params, x) for x in (batch, specs, BATCH)]
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in states]
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 @pytest.mark.full
