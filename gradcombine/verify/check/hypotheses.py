@@ -262,7 +262,7 @@ def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause
         native, (cause, detail, line) = _explain_inner(inner, split, terms)
         if cause in CERTAIN or (cause in (Cause.SUM, Cause.SCALED) and not may_rescale):
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
-        if not _is_scaled(inner, native):
+        if not (may_rescale and _is_scaled(inner, native)):
             text = "a difference of the gradients that reach the optimizer, which hides it in this step"
             answer = Cause.UNEXPLAINED, text, ""
     return answer

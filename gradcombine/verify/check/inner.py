@@ -230,8 +230,9 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
         except Exception:
             return
         lengths, closed = _lengths(one, divided, shapes), min(one.closed(), divided.closed())
-        complete = sorted((x for x in lengths if x <= closed), reverse=True)
-        yield Cuts(one, divided, complete if inside else lengths, complete)
+        complete = [x for x in sorted(lengths, reverse=True) if x <= closed and one.covers(x) and divided.covers(x)]
+        first = complete[:1] if inside else []
+        yield Cuts(one, divided, [*first, *(x for x in lengths if x not in first)], complete)
         if complete:
             return
 

@@ -8,6 +8,7 @@ gradient.)
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -26,8 +27,11 @@ from gradcombine.verify.check.step_program import scope_of
 EQUALIZING = "psum", "psum_invariant", "pmax", "pmin"
 """Operations whose results are equal on all devices along their axes."""
 
-EXAMPLES = -1
-"""Index of the examples among the dependencies of a value."""
+EXAMPLES, EXCHANGED = -1, -2
+"""Indices of the examples, and of numbers that devices exchange, among the dependencies of a value."""
+
+TRANSPARENT = "pvary", "copy", "copy_p"
+"""Operations that change no value."""
 
 
 class Recorded:
@@ -55,8 +59,11 @@ class Recorded:
         self._visited: list[Any] = []
         self._users: defaultdict[int, list[int]] = defaultdict(list)
         """The values that are computed from each value, directly."""
-        self._exchanges = False
-        """Whether devices exchange numbers that depend on recorded values, such as the norm of a gradient."""
+        self._state: list[int] = []
+        """The indices of the arrays in the new state that are recorded."""
+        self._sizes: tuple[tuple[Hashable, int], ...] = ()
+        """The axes of the mesh around an operation, with their sizes."""
+        self._leaves = len(subject.param_leaves)
 
         def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
             batch, values, chosen = replacement
@@ -84,20 +91,24 @@ class Recorded:
         """Returns the indices of the inputs of the last ``length`` operations, in order of use, for each length."""
         starts = [len(self.operations) - length for length in lengths]
         used = (i for start in starts for indices in self.dependencies[start:] for i in indices or () if i < start)
-        return tuple(dict.fromkeys(i for i in used if i != EXAMPLES))
+        return tuple(dict.fromkeys(i for i in used if i >= 0))
 
     def closed(self) -> int:
         """Returns the number of last operations that depend on the examples through their `inputs` only.
 
         Ignores scalars that are not used, such as metrics. Returns 0 if devices exchange a norm of the gradient, or the
-        like: the results do not show then what the gradient is.
+        like, and use it: the results do not show then what the gradient is.
         """
-        if self._exchanges:
+        used = [i for i, (_, shape, _) in enumerate(self.operations) if shape or self._users[i]]
+        if any(EXCHANGED in (self.dependencies[i] or ()) for i in used):
             return 0
-        for i in range(len(self.operations) - 1, -1, -1):
-            if EXAMPLES in (self.dependencies[i] or ()) and (self.operations[i][1] or self._users[i]):
-                return len(self.operations) - 1 - i
-        return len(self.operations)
+        last = max((i for i in used if EXAMPLES in (self.dependencies[i] or ())), default=-1)
+        return len(self.operations) - 1 - last
+
+    def covers(self, length: int) -> bool:
+        """Whether the last operations compute half of the arrays in the new state; running statistics are others."""
+        computed = [i >= len(self.operations) - length for i in self._state]
+        return 2 * sum(computed) >= len(computed)
 
     def may_rescale(self, index: int, length: int) -> bool:
         """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
@@ -117,10 +128,11 @@ class Recorded:
         jax = import_module("jax")
         program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
         self.operations, self.dependencies, self._visited, self._users = [], [], [], defaultdict(list)
-        self._exchanges = False
-        arguments = [Tracked(x) for x in jax.tree.leaves(params)]
+        arguments = [Tracked(x, constant=hash(("state", i))) for i, x in enumerate(jax.tree.leaves(params))]
         arguments += [Tracked(x, (EXAMPLES,)) for x in jax.tree.leaves(batch)]
         results = self._evaluate(program, arguments, visit)
+        state = [x.dependencies or () for x in results[: self._leaves] if np.ndim(x.value)]
+        self._state = [x[0] for x in state if len(x) == 1 and x[0] >= 0]
         visited, self._visited = self._visited, []
         return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results]), visited
 
@@ -146,17 +158,14 @@ class Recorded:
                 with import_module("jax").named_scope(scope_of(x)):
                     outputs = x.primitive.bind(*functions, *(y.value for y in operands), **params)
                 outputs = outputs if x.primitive.multiple_results else [outputs]
-                axes, before = _axes(x, operands) if self.inside else frozenset[Hashable](), len(self.operations)
-                results = [self._recorded(x.primitive.name, y, operands, visit, axes) for y in outputs]
-                unrecorded = self.inside and len(self.operations) - before < len(results)
-                if unrecorded and x.primitive.name != "pvary" and _names_axes(x):
-                    self._exchanges |= any(i != EXAMPLES for y in operands for i in y.dependencies or ())
+                results = self._results(x, operands, outputs, visit)
             values.update(zip(x.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _on_devices(self, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
         """Evaluates a shard_map, whose recorded values are returned from it."""
-        params, start, inside = x.params, len(self._visited), list[Tracked]()
+        params, start, inside, around = x.params, len(self._visited), list[Tracked](), self._sizes
+        self._sizes = tuple(params["mesh"].shape.items())
 
         def on_device(*arguments: Any) -> tuple[list[Any], list[Any]]:
             rows = zip(operands, arguments, params["in_specs"], strict=True)
@@ -166,22 +175,38 @@ class Recorded:
 
         specs = list(params["out_specs"]), import_module("jax").sharding.PartitionSpec()
         outputs, self._visited[start:] = mapped(params, on_device, specs)(*(y.value for y in operands))
+        self._sizes = around
         outside = frozenset[Hashable]().union(*(y.axes for y in operands))
         # A result of shards is recorded here, since its parts were not.
         return [
-            self._recorded("shard_map", value, [y], visit, outside) if y.axes - outside else y._replace(value=value)
+            self._recorded("shard_map", value, y.dependencies, (), visit, outside)
+            if y.axes - outside and y.dependencies is not None
+            else y._replace(value=value)
             for value, y in zip(outputs, inside, strict=True)
         ]
 
+    def _results(
+        self, x: Any, operands: Sequence[Tracked], outputs: Sequence[Any], visit: Callable[[Any], Any]
+    ) -> list[Tracked]:
+        name, axes = x.primitive.name, _axes(x, operands) if self.inside else frozenset[Hashable]()
+        constants, indices = tuple(y.constant for y in operands if y.constant is not None), _sources(name, operands)
+        if indices is not None:
+            results = [self._recorded(name, y, indices, constants, visit, axes) for y in outputs]
+            exchanges = self.inside and name != "pvary" and any(i >= 0 for i in indices) and _names_axes(x)
+            unrecorded = (*indices, EXCHANGED) if exchanges else indices
+            return [y._replace(dependencies=unrecorded) if y.dependencies is indices else y for y in results]
+        if name in TRANSPARENT:
+            return [operands[0]._replace(value=outputs[0], axes=axes)]
+        if len(constants) < len(operands):
+            return [Tracked(y, axes=axes) for y in outputs]
+        # Without addresses of functions. A sum over devices is another one for another number of them.
+        params = re.sub("0x[0-9a-f]+", "", str([(key, y) for key, y in x.params.items() if key != "sharding"]))
+        operation = name, constants, params, self._sizes if _names_axes(x) else ()
+        return [Tracked(y, constant=hash((operation, i, y.shape)), axes=axes) for i, y in enumerate(outputs)]
+
     def _recorded(
-        self, name: str, x: Any, operands: Sequence[Tracked], visit: Callable[[Any], Any], axes: Axes
+        self, name: str, x: Any, indices: tuple[int, ...], constants: Constants, visit: Callable[[Any], Any], axes: Axes
     ) -> Tracked:
-        constants = tuple(y.constant for y in operands if y.constant is not None)
-        sources = [y.dependencies for y in operands if y.dependencies is not None]
-        if not sources:
-            constant = hash((name, x.shape, constants)) if len(constants) == len(operands) else None
-            return Tracked(x, constant=constant, axes=axes)
-        indices = tuple(dict.fromkeys(i for some in sources for i in some))
         if axes or x.shape not in self._shapes or not import_module("jax").numpy.issubdtype(x.dtype, np.floating):
             return Tracked(x, indices, axes=axes)
         self.operations.append((name, x.shape, constants))
@@ -195,10 +220,10 @@ class Recorded:
 UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
 
 Dependencies: TypeAlias = tuple[int, ...] | None
-"""Indices of the recorded values, or `EXAMPLES`, that a value is computed from; None if it does not depend on them."""
+"""Indices of the recorded values, or `EXAMPLES`, that a value is computed from; None if it depends on none of them."""
 
 Constants: TypeAlias = tuple[int, ...]
-"""Hashes of constants, or of the operations that compute them."""
+"""Hashes of constants and arrays of the state, or of the operations that compute values from these alone."""
 
 Axes: TypeAlias = frozenset[Hashable]
 """Axes of a mesh along which devices may hold different values."""
@@ -210,7 +235,8 @@ class Tracked(NamedTuple):
     Attributes:
       value: an array.
       dependencies: the recorded values that it is computed from.
-      constant: hash of its value, or of the operations that compute it from constants; None if it is not constant.
+      constant: hash of a constant or an array of the state, or of the operations that compute it from these alone; None
+        for others.
       axes: along which it may differ.
     """
 
@@ -218,6 +244,18 @@ class Tracked(NamedTuple):
     dependencies: Dependencies = None
     constant: int | None = None
     axes: Axes = frozenset()
+
+
+def _sources(name: str, operands: Sequence[Tracked]) -> Dependencies:
+    """Returns the dependencies of an operation.
+
+    Which of two states is kept may depend on the examples, as with a loss that is not finite.
+    """
+    sources = [y.dependencies for y in operands]
+    if name == "select_n" and any(i >= 0 for some in sources[1:] for i in some or ()):
+        sources[0] = tuple(i for i in sources[0] or () if i >= 0)
+    known = [some for some in sources if some is not None]
+    return tuple(dict.fromkeys(i for some in known for i in some)) if known else None
 
 
 def _hashed(x: Any) -> int | None:
