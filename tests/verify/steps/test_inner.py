@@ -154,3 +154,94 @@ def test_clipping_before_a_division_by_a_counted_number_is_named() -> None:
     state = PARAMS, CLIPPED_ADAM.init(PARAMS)
     report = check_step(make_step, state, MASKED, microbatches=(2,), returns="params")
     assert report.cause is Cause.CHANGED_BEFORE, report
+
+
+def checked_on_devices(update: Callable[[Any, Any, Any], Any], state: Any = None) -> StepReport:
+    """Checks a step that maps ``update(state, gradients of the mean on a device, loss)``."""
+
+    def make_step(k: int, devices: int = 1) -> Step:
+        def step(state: Any, rows: Any) -> Any:
+            params = state["p"] if isinstance(state, dict) else state[0]
+            loss, gradient = jax.value_and_grad(lambda p: jnp.mean(squares(p, rows)))(params)
+            return update(state, gradient, loss)
+
+        mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = (jax.P(), jax.P("d")), jax.P()
+        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
+
+    state = (PARAMS, CLIPPED_ADAM.init(PARAMS)) if state is None else state
+    return check_step(make_step, state, ROWS, microbatches=(1,), devices=(2,), returns="params")
+
+
+def number(sum_over: Callable[..., Any]) -> Any:
+    return sum_over(jnp.ones(()), "d")
+
+
+@pytest.mark.parametrize(
+    ("combined", "passes"),
+    [
+        (lambda g: jax.lax.psum(g, "d") / number(jax.lax.psum), True),
+        (lambda g: jax.lax.pmean(g, "d") / number(jax.lax.psum), False),
+        (lambda g: jax.lax.pmean(g, "d") * jax.lax.axis_size("d"), False),
+    ],
+)
+def test_a_sum_over_devices_of_a_constant_is_a_number_of_devices(combined: Any, passes: bool) -> None:
+    report = checked_on_devices(
+        lambda state, gradient, loss: updated(CLIPPED_ADAM, state, jax.tree.map(combined, gradient))
+    )
+    assert report.passes == passes and (passes or report.cause in (Cause.SUM, Cause.SCALED)), report
+
+
+def kept(new: Any, old: Any, keeps: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(keeps, x, y), new, old)
+
+
+@pytest.mark.parametrize("combine", [jax.lax.pmean, jax.lax.psum])
+def test_a_step_may_be_skipped_by_its_loss(combine: Any) -> None:
+    def update(state: Any, gradient: Any, loss: Any) -> Any:
+        finite = jnp.isfinite(jax.lax.pmean(loss, "d"))
+        return kept(updated(CLIPPED_ADAM, state, combine(gradient, "d")), state, finite)
+
+    report = checked_on_devices(update)
+    assert report.passes if combine is jax.lax.pmean else report.cause is Cause.SUM, report
+
+
+def test_examples_after_the_optimizer_do_not_hide_a_sum() -> None:
+    def update(state: Any, gradient: Any, loss: Any) -> Any:
+        scale = jnp.where(jax.lax.pmean(loss, "d") < 1e9, 1.0, 0.5)
+        params, inner = updated(CLIPPED_ADAM, state, jax.lax.psum(gradient, "d"))
+        return jax.tree.map(lambda x, y: y + scale * (x - y), params, state[0]), inner
+
+    report = checked_on_devices(update)
+    assert report.cause is Cause.SUM, report
+
+
+def test_a_scale_in_the_state_corrects_no_sum() -> None:
+    """It is the same number in one batch."""
+
+    def make_step(k: int) -> Step:
+        @jax.jit
+        def step(state: Any, batch: Any) -> Any:
+            total, _ = summed_in_loop(lambda p, rows: jnp.mean(squares(p, rows)) * state[2], state[0], batch, k)
+            unscaled = jax.tree.map(lambda x: x * (1 / state[2]), total)
+            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(unscaled)]))
+            new = updated(CLIPPED_ADAM, state[:2], unscaled)
+            return *kept(new, state[:2], finite), jnp.where(finite, state[2], state[2] / 2)
+
+        return step
+
+    state = PARAMS, CLIPPED_ADAM.init(PARAMS), np.float32(128)
+    report = check_step(make_step, state, ROWS, microbatches=(2,), returns="params")
+    assert report.cause is Cause.SUM, report
+
+
+def test_an_average_of_the_loss_is_no_gradient() -> None:
+    """All that follows the last use of the examples is this average."""
+    state = {"p": PARAMS, "s": CLIPPED_ADAM.init(PARAMS), "z": np.float32(0)}
+
+    def update(state: Any, gradient: Any, loss: Any) -> Any:
+        new = updated(CLIPPED_ADAM, (state["p"], state["s"]), jax.lax.psum(gradient, "d"))
+        return {"p": new[0], "s": new[1], "z": 0.9 * state["z"] + 0.1 * jax.lax.pmean(loss, "d")}
+
+    report = checked_on_devices(update, state)
+    assert not report.passes, report
