@@ -232,13 +232,16 @@ def checked(
                 share := distance(name, split, padded, result)
             ) > 1:
                 add(name, Cause.PLACEHOLDERS, f"{share:.3g} times the rounding bound")
-    unclear = ""
+    unclear, examined = "", True
     for split in splits if subject.returns_params else ():
-        if not faults and (answer := hidden_cause(standard, split, terms)) is not None:
+        if faults:
+            break
+        if (answer := hidden_cause(standard, split, terms)) is not None:
             if answer[0] is Cause.UNEXPLAINED:
                 unclear = f"{answer[1]}: {split}"
             else:
                 add(str(split), *answer)
+        examined = standard.gradient_examined = examined and standard.gradient_examined
     constants_may_differ = reference is None and not standard.is_retyped(ONE_BATCH, batch)
     if one_run.accuracy is not None and 1 < one_run.accuracy <= MAX_FROM_CONSTANTS and constants_may_differ:
         unclear = f"accuracy: {one_run.noises:.3g} times the noise from a float64 run whose constants may differ"

@@ -142,6 +142,9 @@ def _hidden(standard: Standard, split: Split, cuts: Cuts) -> Iterator[tuple[Stan
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT
     subject, one, divided = standard.subject, cuts.one, cuts.divided
     lengths = [*dict.fromkeys([*cuts.lengths[:CUTS], *cuts.complete[:1]])]
+    standard.gradient_examined = False
+    if not lengths:
+        return
     try:
         indices, divided_indices = (x.inputs(*lengths) for x in (one, divided))
         functions = [x.values(*lengths) for x in (one, divided)]
@@ -230,7 +233,7 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
         except Exception:
             return
         lengths, closed = _lengths(one, divided, shapes), min(one.closed(), divided.closed())
-        complete = [x for x in sorted(lengths, reverse=True) if x <= closed and one.covers(x) and divided.covers(x)]
+        complete = [x for x in sorted(lengths, reverse=True) if x <= closed and one.updates(x) and divided.updates(x)]
         first = complete[:1] if inside else []
         yield Cuts(one, divided, [*first, *(x for x in lengths if x not in first)], complete)
         if complete:

@@ -96,19 +96,27 @@ class Recorded:
     def closed(self) -> int:
         """Returns the number of last operations that depend on the examples through their `inputs` only.
 
-        Ignores scalars that are not used, such as metrics. Returns 0 if devices exchange a norm of the gradient, or the
-        like, and use it: the results do not show then what the gradient is.
+        Ignores scalars that no array depends on, such as metrics. Returns 0 if devices exchange a norm of the gradient,
+        or the like, and use it: the results do not show then what the gradient is.
         """
-        used = [i for i, (_, shape, _) in enumerate(self.operations) if shape or self._users[i]]
+        used = set[int]()
+        for i in range(len(self.operations) - 1, -1, -1):
+            if self.operations[i][1] or not used.isdisjoint(self._users[i]):
+                used.add(i)
         if any(EXCHANGED in (self.dependencies[i] or ()) for i in used):
             return 0
         last = max((i for i in used if EXAMPLES in (self.dependencies[i] or ())), default=-1)
         return len(self.operations) - 1 - last
 
-    def covers(self, length: int) -> bool:
-        """Whether the last operations compute half of the arrays in the new state; running statistics are others."""
-        computed = [i >= len(self.operations) - length for i in self._state]
-        return 2 * sum(computed) >= len(computed)
+    def updates(self, length: int) -> bool:
+        """Whether the last operations compute half of the arrays in the new state (the rest may be running statistics).
+
+        Not if they only add updates, or choose between states.
+        """
+        start = len(self.operations) - length
+        computed = [i >= start for i in self._state]
+        changes = any(name not in (*UNSCALED, *ADDING) for name, _, _ in self.operations[start:])
+        return changes and 2 * sum(computed) >= len(computed)
 
     def may_rescale(self, index: int, length: int) -> bool:
         """Whether the last operations may use a value only divided, or multiplied, by a number that is no constant."""
@@ -218,6 +226,7 @@ class Recorded:
 
 
 UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
+ADDING = "add", "sub", "neg", "slice", "squeeze", "broadcast_in_dim", "pvary", "shard_map"
 
 Dependencies: TypeAlias = tuple[int, ...] | None
 """Indices of the recorded values, or `EXAMPLES`, that a value is computed from; None if it depends on none of them."""

@@ -245,3 +245,25 @@ def test_an_average_of_the_loss_is_no_gradient() -> None:
 
     report = checked_on_devices(update, state)
     assert not report.passes, report
+
+
+def test_the_gradient_of_each_division_is_examined() -> None:
+    """Gradients that are gathered cannot be, although those of two microbatches can."""
+
+    def make_step(k: int, devices: int = 1) -> Step:
+        def step(state: Any, rows: Any) -> Any:
+            total, _ = summed_in_loop(lambda p, rows: jnp.mean(squares(p, rows)), state[0], rows, k)
+            gradient = jax.tree.map(lambda x: x / k, total)
+            if devices > 1:
+                gradient = jax.tree.map(lambda x: jnp.sum(jax.lax.all_gather(x, "d"), axis=0), gradient)
+            return updated(CLIPPED_ADAM, state, gradient)
+
+        if devices == 1:
+            return jax.jit(step)
+        mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = jax.P(), jax.P("d")
+        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False))
+
+    state = PARAMS, CLIPPED_ADAM.init(PARAMS)
+    report = check_step(make_step, state, ROWS, microbatches=(1, 2), devices=(2, 1), returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL, report
