@@ -32,7 +32,7 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
     Names that differ only in their numbers on either side, such as those of layers, imply the order of the numbers, or
     the reverse order of three or more, as of decoders. Modules of equal names in layers of equal names imply each
     other, and so do the query, key and value of an attention. Leaves of one module imply that their counterparts are in
-    one module, too. Leaves that are equal may be exchanged.
+    one module, too, and those of most layers say which modules correspond. Leaves that are equal may be exchanged.
     """
     by_words: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
@@ -162,11 +162,12 @@ def _words(name: str) -> Words:
     return tuple(words for words, _ in _numbered(name))
 
 
-def _numbered(name: str) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """The words and the numbers of each part of a path."""
+def _numbered(name: str) -> list[tuple[tuple[str, ...], tuple[tuple[int, str], ...]]]:
+    """The words and the numbers of each part of a path; numbers as their lengths and digits, which may be thousands."""
     parts: list[list[str]] = [re.findall(r"[a-z]+|\d+", part) for part in _segments(name)]
     words = (tuple(x for x in part if not x.isdecimal()) for part in parts)
-    numbers = (tuple(int(x) for x in part if x.isdecimal()) for part in parts)
+    digits = ([x.lstrip("0") for x in part if x.isdecimal()] for part in parts)
+    numbers = (tuple((len(x), x) for x in part) for part in digits)
     return [*zip(words, numbers, strict=True)]
 
 

@@ -173,7 +173,8 @@ def roles(dump: Dump) -> dict[str, str]:
         layer, _, number = name.rpartition("/")
         if layer.endswith("vars") and number.isdecimal():
             ranks = tuple(len(dump[x].shape) for i in range(5) if (x := f"{layer}/{i}") in dump)
-            role = dict(enumerate(_NUMBERED.get(ranks, ("", "bias") if ranks[1:] == (1,) else ()))).get(int(number))
+            order = _NUMBERED.get(ranks, ("", "bias") if ranks[1:] == (1,) else ())
+            role = dict(zip("0123", order, strict=False)).get(number)
         else:
             role = _ROLES.get(next(iter(canonical(name)[-1:]), ""))
         if len(leaf.shape) == 1 and role is not None:

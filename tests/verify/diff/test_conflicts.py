@@ -350,3 +350,10 @@ def test_a_flipped_kernel_that_may_be_depthwise_fails(names: tuple[str, str], up
 def test_only_dumps_are_compared(other: Any) -> None:
     with pytest.raises(GradCombineError, match="diff: expected dumps, as open_dump returns them, received"):
         diff(dump({"w": np.ones(2)}), other)
+
+
+def test_numbers_in_names_may_have_thousands_of_digits() -> None:
+    number, values = "9" * 5000, RNG.normal(size=(3, 4))
+    a = dict(zip((f"a{number}.w", f"a{number}.z", f"q/vars/{number}"), values, strict=True))
+    b = dict(zip((f"b{number}.x", f"b1{number}.y", "t/vars/1"), values, strict=True))
+    assert diff(dump(a), dump(b)).passes
