@@ -273,8 +273,10 @@ def _container_type(node: Tree) -> type:
     if cls in (dict, list, tuple):
         return cls
     # tf.Module wraps dicts and lists in subclasses, which count as dict and list.
-    if isinstance(node, (OrderedDict, defaultdict)):
-        return OrderedDict if isinstance(node, OrderedDict) else defaultdict
+    if isinstance(node, OrderedDict):
+        return OrderedDict
+    if isinstance(node, defaultdict):
+        return defaultdict
     if isinstance(node, dict):
         return dict
     return list if isinstance(node, list) else cls

@@ -117,8 +117,6 @@ def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tup
     Returns:
       The decision, a boolean scalar array, and the detail.
     """
-    with translate_errors("a skip function of (updates, gradient_step, params)", received=shown(skip)):
-        inspect.signature(skip).bind(updates, gradient_step, params)
     expected = "a skip function that returns (boolean scalar, state)"
     decision, detail = require_tuple(expected, skip(updates, gradient_step, params), 2)
     require_scalar("a skip function that returns a boolean scalar first", decision, "b")
@@ -127,7 +125,10 @@ def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tup
 
 def first_detail(skip: Skip, params: Tree) -> Tree:
     """Detail of a skip function before the first microbatch: that of zero gradients."""
-    return decide(skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
+    arguments = jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params
+    with translate_errors("a skip function of (updates, gradient_step, params)", received=shown(skip)):
+        inspect.signature(skip).bind(*arguments)
+    return decide(skip, *arguments)[1]
 
 
 def _gradients(updates: Tree) -> list[Array]:

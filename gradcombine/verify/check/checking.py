@@ -241,7 +241,8 @@ def checked(
                 unclear = f"{answer[1]}: {split}"
             else:
                 add(str(split), *answer)
-        examined = standard.gradient_examined = examined and standard.gradient_examined
+        examined = examined and standard.gradient_examined
+        standard.gradient_examined = examined  # in all divisions so far
     constants_may_differ = reference is None and not standard.is_retyped(ONE_BATCH, batch)
     if one_run.accuracy is not None and 1 < one_run.accuracy <= MAX_FROM_CONSTANTS and constants_may_differ:
         unclear = f"accuracy: {one_run.noises:.3g} times the noise from a float64 run whose constants may differ"

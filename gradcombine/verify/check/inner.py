@@ -224,7 +224,7 @@ class Cuts(NamedTuple):
 def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
     """Yields the cuts of a step, and those inside of shard_map unless one of the others has all examples before it.
 
-    Yields none if the step cannot be traced.
+    Inside of it, such a cut comes first. Yields none if the step cannot be traced.
     """
     shapes = [x.shape for _, x in standard.subject.param_leaves]
     for inside in (False, True):
@@ -233,10 +233,10 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
         except Exception:
             return
         lengths, closed = _lengths(one, divided, shapes), min(one.closed(), divided.closed())
-        complete = [x for x in sorted(lengths, reverse=True) if x <= closed and one.updates(x) and divided.updates(x)]
-        first = complete[:1] if inside else []
-        yield Cuts(one, divided, [*first, *(x for x in lengths if x not in first)], complete)
-        if complete:
+        updating = (x for x in sorted(lengths, reverse=True) if one.updates_state(x) and divided.updates_state(x))
+        complete = [x for x in updating if x <= closed]
+        yield Cuts(one, divided, [*dict.fromkeys([*complete[: int(inside)], *lengths])], complete)
+        if complete or not (one.maps or divided.maps):
             return
 
 

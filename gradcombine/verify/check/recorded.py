@@ -44,6 +44,7 @@ class Recorded:
       operations: the operation, the shape and the constant operands of each value.
       dependencies: the indices of the values that each is computed from, directly.
       inside: whether values inside of shard_map are recorded.
+      maps: whether there is a shard_map.
 
     Raises:
       NotWide: if the step is not a JAX program.
@@ -52,7 +53,7 @@ class Recorded:
     def __init__(self, subject: Subject, split: Split, inside: bool = False) -> None:
         if "jax" not in sys.modules or subject.framework not in ("jax", "numpy"):
             raise NotWide("it is not a JAX program")
-        jax, self.inside = import_module("jax"), inside
+        jax, self.inside, self.maps = import_module("jax"), inside, False
         self._step, self._shapes = subject.step(split), {x.shape for _, x in subject.param_leaves}
         self.operations: list[tuple[str, tuple[int, ...], Constants]] = []
         self.dependencies: list[Dependencies] = []
@@ -108,7 +109,7 @@ class Recorded:
         last = max((i for i in used if EXAMPLES in (self.dependencies[i] or ())), default=-1)
         return len(self.operations) - 1 - last
 
-    def updates(self, length: int) -> bool:
+    def updates_state(self, length: int) -> bool:
         """Whether the last operations compute half of the arrays in the new state (the rest may be running statistics).
 
         Not if they only add updates, or choose between states.
@@ -157,6 +158,7 @@ class Recorded:
 
         for x in jaxpr.eqns:
             operands = [read(v) for v in x.invars]
+            self.maps |= x.primitive.name == "shard_map"
             if x.primitive.name in ("jit", "pjit"):
                 results = self._evaluate(x.params["jaxpr"], operands, visit)
             elif self.inside and x.primitive.name == "shard_map":
@@ -185,13 +187,13 @@ class Recorded:
         outputs, self._visited[start:] = mapped(params, on_device, specs)(*(y.value for y in operands))
         self._sizes = around
         outside = frozenset[Hashable]().union(*(y.axes for y in operands))
-        # A result of shards is recorded here, since its parts were not.
-        return [
-            self._recorded("shard_map", value, y.dependencies, (), visit, outside)
-            if y.axes - outside and y.dependencies is not None
-            else y._replace(value=value)
-            for value, y in zip(outputs, inside, strict=True)
-        ]
+        results = list[Tracked]()
+        for value, y in zip(outputs, inside, strict=True):
+            result = y._replace(value=value, axes=y.axes & outside)
+            if y.axes != result.axes and y.dependencies is not None:  # its shards were not recorded
+                result = self._recorded("shard_map", result, (), visit) or result
+            results.append(result)
+        return results
 
     def _results(
         self, x: Any, operands: Sequence[Tracked], outputs: Sequence[Any], visit: Callable[[Any], Any]
@@ -199,10 +201,10 @@ class Recorded:
         name, axes = x.primitive.name, _axes(x, operands) if self.inside else frozenset[Hashable]()
         constants, indices = tuple(y.constant for y in operands if y.constant is not None), _sources(name, operands)
         if indices is not None:
-            results = [self._recorded(name, y, indices, constants, visit, axes) for y in outputs]
             exchanges = self.inside and name != "pvary" and any(i >= 0 for i in indices) and _names_axes(x)
+            results = [Tracked(y, indices, axes=axes) for y in outputs]
             unrecorded = (*indices, EXCHANGED) if exchanges else indices
-            return [y._replace(dependencies=unrecorded) if y.dependencies is indices else y for y in results]
+            return [self._recorded(name, y, constants, visit) or y._replace(dependencies=unrecorded) for y in results]
         if name in TRANSPARENT:
             return [operands[0]._replace(value=outputs[0], axes=axes)]
         if len(constants) < len(operands):
@@ -212,21 +214,25 @@ class Recorded:
         operation = name, constants, params, self._sizes if _names_axes(x) else ()
         return [Tracked(y, constant=hash((operation, i, y.shape)), axes=axes) for i, y in enumerate(outputs)]
 
-    def _recorded(
-        self, name: str, x: Any, indices: tuple[int, ...], constants: Constants, visit: Callable[[Any], Any], axes: Axes
-    ) -> Tracked:
-        if axes or x.shape not in self._shapes or not import_module("jax").numpy.issubdtype(x.dtype, np.floating):
-            return Tracked(x, indices, axes=axes)
-        self.operations.append((name, x.shape, constants))
+    def _recorded(self, name: str, x: Tracked, constants: Constants, visit: Callable[[Any], Any]) -> Tracked | None:
+        """Records a result of an operation; None for one of another shape or dtype, or that may differ on devices."""
+        value, indices = x.value, x.dependencies or ()
+        is_float = import_module("jax").numpy.issubdtype(value.dtype, np.floating)
+        if x.axes or value.shape not in self._shapes or not is_float:
+            return None
+        self.operations.append((name, value.shape, constants))
         self.dependencies.append(indices)
         for i in indices:
             self._users[i].append(len(self.operations) - 1)
-        self._visited.append(visit(x))
+        self._visited.append(visit(value))
         return Tracked(self._visited[-1], (len(self.operations) - 1,))
 
 
 UNSCALED = "convert_element_type", "copy", "reshape", "select_n", "transpose"
+"""Operations that keep the numbers, or choose among them."""
+
 ADDING = "add", "sub", "neg", "slice", "squeeze", "broadcast_in_dim", "pvary", "shard_map"
+"""Operations between an update and the new parameters, besides `UNSCALED` ones."""
 
 Dependencies: TypeAlias = tuple[int, ...] | None
 """Indices of the recorded values, or `EXAMPLES`, that a value is computed from; None if it depends on none of them."""

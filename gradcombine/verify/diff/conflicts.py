@@ -101,7 +101,7 @@ def _exchanged(a: Dump, b: Dump, by_values: Sequence[Pair], pairs: Sequence[Pair
             modules[parents[pair][0]].append((pair, follows))
     for group, follows in groups:
         back = {parents[pair][1]: pair for pair in group}
-        for pair in (each for each in group if each in chosen):
+        for pair in filter(chosen.__contains__, group):
             for other, other_follows in modules[parents[pair][0]]:
                 implied = back.get(parents[other][1], pair)
                 if implied is pair or (follows and not other_follows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,6 +86,24 @@ def test_a_metric_has_its_own_denominator() -> None:
     kl = [value_and_grad(of, k)(jnp.float32(2), X, MASK)[0].aux["kl"] for k in (1, 4)]
     expected = gc.combine(reductions.ratio(), [losses.sequence_mean_of_token_mean(X, MASK)])
     np.testing.assert_allclose(kl, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_metric_counts_microbatches_of_weight_0_as_a_term_only(k: int) -> None:
+    x, mask = np.float32([[1, 2], [3, 4]]), np.float32([[1, 1], [0, 0]])
+
+    def loss(w: Any, x: Any, mask: Any) -> LossOutput:
+        rows, squares = jnp.float32(len(x)), losses.token_mean(jax.lax.stop_gradient(w * x) ** 2)
+        terms = {"pg": losses.token_mean(w * x, mask)}
+        return LossOutput(terms | ({"squares": squares} if as_term else {}), aux={"squares": squares, "rows": rows})
+
+    by = {"squares": reductions.ratio(), "rows": reductions.sum()}
+    for as_term in (False, True):
+        over = {"pg": "tokens"} | ({"squares": "all"} if as_term else {})
+        output, gradient = value_and_grad(Loss(loss, terms=over, aux_reduction=by), k)(jnp.float32(1), x, mask)
+        whole = as_term or k == 1
+        assert (output.aux["rows"], output.aux["squares"]) == ((2, 7.5) if whole else (1, 2.5))
+        assert float(gradient) == 1.5 and float(output.value.get("squares", 7.5)) == 7.5
 
 
 @pytest.mark.parametrize("by", [None, {"kl": reductions.mean()}], ids=["none", "a mean"])

@@ -223,6 +223,20 @@ def test_sparse_gradients() -> None:
     assert w.numpy().tolist() == [[2.5], [0], [0.5]]
 
 
+def test_rows_of_one_id_are_added_before_they_are_squared() -> None:
+    """Unlike by Keras, whose accumulator gets 1 + 1 here."""
+
+    def squares(accumulates: bool, gradient: Any) -> float:
+        w, inner = keras.Variable(np.zeros((3, 1), np.float32)), keras.optimizers.Adagrad(1.0, 0.0)
+        optimizer = Accumulate(inner, 1) if accumulates else inner
+        optimizer.apply([gradient], [w])
+        return float(keras.ops.max(inner._accumulators[0]))
+
+    sparse = tf.IndexedSlices(tf.ones((2, 1)), tf.constant([0, 0]), (3, 1))
+    dense = tf.convert_to_tensor(sparse)
+    assert [squares(x, y) for x in (True, False) for y in (sparse, dense)] == [4, 4, 2, 4]
+
+
 def test_other_strategies_and_contexts() -> None:
     one = tf.distribute.OneDeviceStrategy("CPU:0")
     step, w, _ = under(one, lambda: Accumulate(keras.optimizers.SGD(-2.0), 2))

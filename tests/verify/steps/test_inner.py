@@ -126,6 +126,16 @@ def test_a_norm_that_devices_exchange_may_hide_the_gradient(how: str) -> None:
     assert report.verdict is Verdict.CANNOT_TELL, report
 
 
+@pytest.mark.parametrize("combine", [jax.lax.pmean, jax.lax.psum])
+def test_a_norm_that_devices_exchange_as_a_metric_hides_nothing(combine: Any) -> None:
+    def update(state: Any, gradient: Any, loss: Any) -> Any:
+        combined = combine(gradient, "d")
+        return updated(CLIPPED_ADAM, state, combined), jax.lax.pmean(optax.tree.norm(combined), "d")
+
+    report = checked_on_devices(update)
+    assert report.passes == (combine is jax.lax.pmean), report
+
+
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 def test_a_mean_times_a_number_that_a_loop_counts_is_not_hidden_by_clipping(tx: str) -> None:
     def make_step(k: int) -> Step:
