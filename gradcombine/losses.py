@@ -8,8 +8,9 @@ need not be known before all microbatches have run.
 Common arguments are arrays of NumPy, JAX or TensorFlow, eager or traced:
 
 - ``values``: one per token, of shape (..., T), a real float dtype.
-- ``mask``: of the same shape, bool or numeric; 0 masks a token out. None: no token is masked. Values of masked tokens,
-  even NaN, have no effect and no gradient.
+- ``mask``: of the same shape: bools, floats of 0 or 1, or integers from 0; 0 masks a token out. None: no token is
+  masked. Values of masked tokens, even NaN, have no effect and no gradient. Multiply ``values`` by weights of tokens:
+  a mask of other numbers, for instance one that is added to logits, raises, or makes a traced numerator NaN.
 - ``segments``: for packed rows, integers of the same shape, from 0 to T: the index of the sequence within its row, from
   1; 0 for padding. None: each row is one sequence.
 
@@ -151,7 +152,7 @@ class _Tokens:
     Attributes:
       backend: the backend of the arrays.
       dtype: the dtype of the numerator.
-      values: in this dtype; 0 for masked tokens. All are NaN if traced segments or groups are out of range.
+      values: in this dtype; 0 for masked tokens. All are NaN if traced masks, segments or groups are out of range.
       present: whether a token is not masked.
     """
 
@@ -171,14 +172,17 @@ class _Tokens:
         self._rows = backend.row_numbers(values)
         present = self._rows == self._rows
         if mask is not None:
-            present = present & _as_bool(backend, self._flat(mask, "mask", "biuf"))
+            marks = self._flat(mask, "mask", ("bool", "float", "integer"))
+            present = present & _as_bool(backend, marks)
         self._segments = ids = None
         if segments is not None:
-            ids = self._flat(segments, "segments", "iu")
+            ids = self._flat(segments, "segments", ("integer",))
             self._segments = self._as_ids(ids)
             present = present & (self._segments > 0)
         self.present = present
         self.values = backend.where(present, flat, backend.full((), 0, self.dtype, [flat]))
+        if mask is not None:
+            self._require_mask(marks)
         if self._segments is not None:
             length = self._length()
             outside = (self._segments < 0) | (self._segments > length)
@@ -193,7 +197,7 @@ class _Tokens:
         """The group id of each token."""
         backend, array = self.backend, self._asarray(groups)
         of_rows = backend.dtype(array).kind in "iu" and _compatible(groups, self._shape[:-1])
-        flat = backend.flat(array) if of_rows else self._flat(groups, "groups", "iu")
+        flat = backend.flat(array) if of_rows else self._flat(groups, "groups", ("integer",))
         ids = self._as_ids(flat)
         self._require_in_range(flat, (ids < 0) | (ids == _MOST), f"groups from 0 to {_MOST - 1}")
         return backend.take(ids, self._rows) if of_rows else ids
@@ -220,10 +224,10 @@ class _Tokens:
         ids = backend.cast(x, dtypes.INT32)
         return backend.where(backend.cast(ids, backend.dtype(x)) == x, ids, backend.full((), -1, dtypes.INT32, [ids]))
 
-    def _flat(self, x: Array, name: str, kinds: str) -> Array:
+    def _flat(self, x: Array, name: str, kinds: tuple[str, ...]) -> Array:
         array = self._asarray(x)
-        if self.backend.dtype(array).kind not in kinds or not _compatible(array, self._shape):
-            expected = f"{name} of {'integers' if kinds == 'iu' else 'numbers or bools'} of shape {self._shape}"
+        if dtypes.kind(self.backend.dtype(array)) not in kinds or not _compatible(array, self._shape):
+            expected = f"{name} of {'integers' if len(kinds) == 1 else 'numbers or bools'} of shape {self._shape}"
             raise invalid(expected, f"{self.backend.dtype(array)} of shape {_dimensions(array)}")
         return self.backend.flat(array)
 
@@ -233,15 +237,22 @@ class _Tokens:
             raise invalid("a known length of the rows, and fewer than 2**31 tokens", f"shape {self._shape}")
         return length
 
-    def _require_in_range(self, ids: Array, outside: Array, expected: str) -> None:
-        """Raises for ids out of range; if they are traced, sets all values to NaN instead."""
+    def _require_mask(self, marks: Array) -> None:
+        """Raises for weights, and for masks that are added to logits: their 0 keeps a token."""
+        kind = dtypes.kind(self.backend.dtype(marks))
+        if kind != "bool":
+            valid = (marks == 0) | (marks == 1 if kind == "float" else marks > 0)
+            self._require_in_range(marks, ~valid, "a mask of bools, floats of 0 or 1, or integers from 0")
+
+    def _require_in_range(self, array: Array, outside: Array, expected: str) -> None:
+        """Raises for elements out of range; if they are traced, sets all values to NaN instead."""
         mask = self.backend.concrete(outside)
         if mask is None:
             any_outside = self.backend.total(self.backend.cast(outside, dtypes.INT32)) > 0
             nan = self.backend.full((), np.nan, self.dtype, [self.values])
             self.values = self.backend.where(any_outside, nan, self.values)
         elif mask.any():
-            raise invalid(expected, int(np.asarray(self.backend.concrete(ids))[mask][0]))
+            raise invalid(expected, np.asarray(self.backend.concrete(array))[mask][0].item())
 
 
 def _sizes(backend: Backend, ids: Array, present: Array) -> tuple[Array, Array]:

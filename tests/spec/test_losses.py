@@ -232,13 +232,21 @@ def test_what_does_not_count_has_no_gradient() -> None:
 
 
 @pytest.mark.needs("jax")
-def test_traced_ids_out_of_range_make_the_numerator_nan() -> None:
+def test_traced_masks_and_ids_out_of_range_make_the_numerator_nan() -> None:
     import jax
 
     values, ids = np.ones((1, 4), np.float32), np.array([[1, 1, 5, 2]])
     bad = jax.jit(lambda ids: losses.sequence_mean_of_token_mean(values, segments=ids))(ids)
     assert np.isnan(bad.numerator)
     assert np.isnan(jax.jit(lambda g: losses.group_mean(values, g))(np.array([-1])).numerator)
+    for mask in ([[1, 0.5, 1, 1]], [[0, 0, 0, -1e9]], [[0, np.nan, 1, 1]]):
+        assert np.isnan(jax.jit(losses.token_mean)(values, np.float32(mask)).numerator)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float16", "bfloat16", "float32"])
+def test_masks_of_any_dtype(dtype: str) -> None:
+    mask = np.array([[1, 0, 1]]).astype(np.dtype(dtype))
+    assert losses.token_mean(np.float32([[3, np.nan, 5]]), mask) == (8, 2)
 
 
 @pytest.mark.needs("tensorflow")
@@ -278,6 +286,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: losses.token_mean(ONES, np.ones(3)),
         "token_mean: expected mask of numbers or bools",
     ),
+    "weights as a mask": (lambda: losses.token_mean(ONES, 0.5 * ONES), "a mask of bools, floats of 0 or 1"),
+    "a mask that is added to logits": (
+        lambda: losses.token_mean(ONES, np.float32([[0, 0, -np.inf]] * 2)),
+        "received -inf",
+    ),
+    "labels as a mask": (lambda: losses.token_mean(ONES, np.array([[7, 3, -100]] * 2)), "received -100"),
     "values of integers": (lambda: losses.token_mean(np.ones((2, 3), int)), "a real float dtype"),
     "a scalar": (lambda: losses.token_mean(np.float32(1)), "of shape (..., T)"),
     "no arrays": (lambda: losses.token_mean([[1.0]]), "arrays of NumPy, JAX or TensorFlow"),
