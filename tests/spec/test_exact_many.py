@@ -76,10 +76,13 @@ def all_kinds(n: int, size: int) -> np.ndarray:
     return np.concatenate(list(patterns(n, size).values()), axis=1)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("n", "kind"),
-    [*((5, kind) for kind in patterns(2, 2)), (5000, ALL), pytest.param(2**16, ALL, marks=pytest.mark.slow)],
+    [
+        *(pytest.param(5, kind, marks=pytest.mark.full) for kind in patterns(2, 2)),
+        pytest.param(5000, ALL, marks=pytest.mark.full),
+        pytest.param(2**16, ALL, marks=pytest.mark.slow),
+    ],
 )
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
     """Settled words depend on the multiset of terms only; the error is at most (n - 1) 2**-32 max |x| + ulp / 2."""
