@@ -40,6 +40,7 @@ from gradcombine.errors import (
     shown,
     within,
 )
+from gradcombine.places.fragments import divided
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
@@ -314,13 +315,9 @@ def deal(tokens: Iterable[int], groups: Iterable[int], parts: int) -> list[list[
     members: dict[int, list[int]] = {}
     for i, group in enumerate(ids):
         members.setdefault(group, []).append(i)
-    assigned: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for sequences in sorted(members.values(), key=lambda of: (-sum(sizes[i] for i in of), of[0])):
-        part = loads.index(min(loads))
-        assigned[part] += sequences
-        loads[part] += sum(sizes[i] for i in sequences)
-    return [sorted(part) for part in assigned]
+    whole = list(members.values())
+    assigned = divided([sum(sizes[i] for i in sequences) for sequences in whole], count)
+    return [sorted(i for group in part for i in whole[group]) for part in assigned]
 
 
 @operation("pack")

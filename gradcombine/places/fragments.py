@@ -1,4 +1,4 @@
-"""Fragments of the parameters, which islands of replicas exchange in turn, as in Streaming DiLoCo."""
+"""Greedy division by size, and the turns of fragments of the parameters, as in Streaming DiLoCo."""
 
 from __future__ import annotations
 
