@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import checkify, sparse
 from jax.sharding import NamedSharding
 
-from gradcombine.backends.jax_versions import varying
+from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.backends.quotient import rounded_quotient
@@ -74,9 +74,8 @@ class JaxBackend(Backend):
             return _exactly(_full_like(like[0], fill, narrow), dtype)
         # An array shared by several leaves, such as the sum of weights, varies only over the axes that all of them vary
         # over: dividing by it must not make a leaf vary over more axes.
-        axes = tuple(frozenset.intersection(*map(varying, like))) if like else ()
-        filled = _exactly(jnp.full(shape, fill, narrow), dtype)
-        return lax.pcast(filled, axes, to="varying") if axes else filled
+        axes = frozenset.intersection(*map(varying, like)) if like else ()
+        return vary(_exactly(jnp.full(shape, fill, narrow), dtype), axes)
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         if isinstance(array, jax.Array) and array.dtype == dtype:
@@ -328,9 +327,7 @@ def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[A
 def _vary_alike(like: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     """Casts ``arrays`` to vary over every axis that any of ``like`` varies over, as loops and updates require."""
     axes = frozenset[str]().union(*map(varying, like))
-    missing = [tuple(axes - varying(array)) for array in arrays]
-    pairs = zip(arrays, missing, strict=True)
-    return [lax.pcast(array, names, to="varying") if names else jnp.asarray(array) for array, names in pairs]
+    return [vary(jnp.asarray(array), axes) for array in arrays]
 
 
 def _canonical(dtype: np.dtype) -> np.dtype:

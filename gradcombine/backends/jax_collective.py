@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcombine.backends.jax_versions import all_gather, varying
+from gradcombine.backends.jax_versions import all_gather, vary, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
@@ -193,11 +193,7 @@ class JaxAxis(Collective):
         self.size()  # raises for unbound axes
         if not self._checks_vma():
             return list(arrays)
-        return [self._vary(array) for array in arrays]
-
-    def _vary(self, array: Array) -> Array:
-        missing = tuple(name for name in self.names if name not in varying(array))
-        return lax.pcast(array, missing, to="varying") if missing else array
+        return [vary(array, self.names) for array in arrays]
 
     def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self.size()  # raises for unbound axes

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -36,7 +36,13 @@ def varying(leaf: Leaf) -> frozenset[str]:
     return frozenset() if axes is None else axes.varying
 
 
-def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[dict[str, Array], Callable[[str], Any], Any]:
+def vary(array: Array, names: Collection[str]) -> Array:
+    """Marks an array as varying over these mesh axes as well."""
+    missing = tuple(name for name in names if name not in varying(array))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[Callable[[str], Any], Any]:
     """Differentiates named scalars separately.
 
     Args:
@@ -44,8 +50,8 @@ def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[dict[str, 
       primals: arguments of ``function``.
 
     Returns:
-      The scalars, a function that maps a name to the gradients of that scalar, and the auxiliary value. Computations
-      that only other scalars depend on are not differentiated, so that a NaN there cannot leak into a gradient.
+      A function that maps a name to the gradients of that scalar, and the auxiliary value. Computations that only other
+      scalars depend on are not differentiated, so that a NaN there cannot leak into a gradient.
     """
     values, pull_back, aux = jax.vjp(function, *primals, has_aux=True)
 
@@ -56,7 +62,7 @@ def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[dict[str, 
         avals: dict[str, Any] = {other: jax.typeof(x) for other, x in values.items()}
         return pull_back({other: ad.Zero(aval.to_ct_aval()) for other, aval in avals.items()} | {name: one})
 
-    return values, gradient, aux
+    return gradient, aux
 
 
 def all_gather(array: Array, names: tuple[str, ...], to: str) -> Array:

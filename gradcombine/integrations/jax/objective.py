@@ -267,7 +267,7 @@ class Objective:
             sums = terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
             return sums, (output, form)
 
-        _, vjp, (output, form) = vjp_by_name(sums_by_denominator, *(args[i] for i in at))
+        vjp, (output, form) = vjp_by_name(sums_by_denominator, *(args[i] for i in at))
         weights = {terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
         grads = {name: vjp(name) for name in terms.denominators}
         if not isinstance(self.loss.argnums, Sequence):

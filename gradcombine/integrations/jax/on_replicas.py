@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.backends.jax_collective import JaxAxis
-from gradcombine.backends.jax_versions import varying
+from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid
 from gradcombine.places.window import Window
@@ -237,12 +237,7 @@ def mark_varying(over: Collective, values: Tree) -> Tree:
 
 def align(values: Tree, specs: Tree) -> Tree:
     """Marks values as varying over the axes of their specs, as the carry of a scan or conditional requires."""
-
-    def one(value: Tree, spec: Tree) -> Tree:
-        missing = tuple(varying(spec) - varying(value))
-        return lax.pcast(value, missing, to="varying") if missing else value
-
-    return jax.tree.map(one, values, specs)
+    return jax.tree.map(lambda value, spec: vary(value, varying(spec)), values, specs)
 
 
 def is_aligned(values: Tree, specs: Tree) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gradcombine import tree
 from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis
-from gradcombine.backends.jax_versions import varying
+from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import invalid, operation, require_equal, require_type, translate_errors
@@ -297,5 +297,4 @@ def _length(replicas: int, leaf: Leaf) -> int:
 
 def _empty_shard(axis: JaxAxis, leaf: Leaf) -> Array:
     zeros = jnp.zeros((_length(axis.size(), leaf),), leaf.dtype)
-    missing = tuple(varying(leaf))
-    return axis.mark_varying([jax.lax.pcast(zeros, missing, to="varying") if missing else zeros])[0]
+    return axis.mark_varying([vary(zeros, varying(leaf))])[0]
