@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -191,8 +190,8 @@ def finalized(over: Collective, reduction: Reduction, state: State, params: Tree
 
 def is_sharded(over: JaxAxis, params: Tree) -> bool:
     """Whether the types of the parameters show that they are sharded over the replicas (explicit axes only)."""
-    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    return any(set(over.names) & set(_names(jax.typeof(x).sharding.spec)) for x in leaves)
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    return any(set(over.names) & set(axes_of(entry)) for spec in specs for entry in spec)
 
 
 @dataclass(frozen=True)
@@ -255,9 +254,9 @@ def _with_single_reader(mesh: Mesh | AbstractMesh, x: Array) -> Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
 
 
-def _names(spec: P) -> Iterator[str]:
-    for entry in spec:
-        yield from entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _reshard(mesh: Mesh | AbstractMesh, x: Leaf, names: tuple[str, ...], shards: bool) -> Array:
@@ -266,17 +265,10 @@ def _reshard(mesh: Mesh | AbstractMesh, x: Leaf, names: tuple[str, ...], shards:
         return x
     if _mesh(x) is None:  # on one device, or a NumPy array
         return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, P(names) if shards else P()))
-    entries = [_without(entry, names) for entry in jax.typeof(x).sharding.spec]
+    entries = [tuple(name for name in axes_of(entry) if name not in names) for entry in jax.typeof(x).sharding.spec]
     if shards:
-        kept = entries[0] if isinstance(entries[0], tuple) else () if entries[0] is None else (entries[0],)
-        entries[0] = (*names, *kept)
+        entries[0] = (*names, *entries[0])
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
-
-
-def _without(entry: Any, names: tuple[str, ...]) -> Any:
-    if isinstance(entry, tuple):
-        return tuple(name for name in entry if name not in names) or None
-    return None if entry in names else entry
 
 
 def _arrays(values: Tree) -> Iterator[tuple[str, Array]]:

@@ -19,7 +19,7 @@ from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry, with_jax_arrays
 from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
 from gradcombine.integrations.jax.objective import Contribution, Objective
-from gradcombine.integrations.jax.on_replicas import align, finalized, is_aligned, mark_varying
+from gradcombine.integrations.jax.on_replicas import align, axes_of, finalized, is_aligned, mark_varying
 from gradcombine.places.time import whole_window
 from gradcombine.reductions.adding import Added
 from gradcombine.reductions.algebra import Reduction, Wrapper
@@ -91,9 +91,7 @@ def _most_blocks(x: Leaf) -> int:
     if not isinstance(x, jax.Array):
         return 1
     sharding = jax.typeof(x).sharding
-    entry = sharding.spec[0] if sharding.spec else None
-    explicit = entry if isinstance(entry, tuple) else (entry,)
-    names = [*sharding.mesh.auto_axes, *(name for name in explicit if name is not None)]
+    names = [*sharding.mesh.auto_axes, *(axes_of(sharding.spec[0]) if sharding.spec else ())]
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
