@@ -368,14 +368,12 @@ def _terms(column: Sequence[Leaf], path: str) -> list[Array]:
 
 def require_dtypes(value: Tree, allowed: Sequence[str]) -> list[np.dtype]:
     """Returns the dtypes of the leaves except None, in the order of `flatten`; raises for one not in ``allowed``."""
-    leaves, structure = tree.flatten(value)
     leaf_dtypes: list[np.dtype] = []
-    for leaf, path in zip(leaves, structure.paths(), strict=True):
-        if not is_absent(leaf):
-            dtype = resolve([leaf]).dtype(leaf)
-            if dtype.name not in allowed:
-                raise invalid(f"a dtype of {', '.join(allowed)}", dtype, path)
-            leaf_dtypes.append(dtype)
+    for path, leaf in tree.present(value):
+        dtype = resolve([leaf]).dtype(leaf)
+        if dtype.name not in allowed:
+            raise invalid(f"a dtype of {', '.join(allowed)}", dtype, path)
+        leaf_dtypes.append(dtype)
     return leaf_dtypes
 
 

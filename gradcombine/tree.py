@@ -21,6 +21,7 @@ from gradcombine.backends.registry import (
     LEAF_TYPES,
     dtype_of,
     in_words,
+    is_absent,
     is_array_of,
     loaded,
     owner,
@@ -140,6 +141,12 @@ def _visit(node: Tree, leaves: list[Leaf], is_leaf: Callable[[Tree], bool] | Non
             error.within(split.form.format(split.names[len(children)]))
             raise
     return Structure(_container_type(node), split.names, split.form, tuple(children), split.static, split.rebuild)
+
+
+def present(tree: Tree) -> list[tuple[str, Leaf]]:
+    """The leaves other than None and a framework's marker of "no gradient", each with its path."""
+    leaves, structure = flatten(tree)
+    return [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
 
 
 def unflatten(structure: Structure, leaves: Iterable[Leaf]) -> Tree:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -195,11 +195,11 @@ class JaxAxis(Collective):
             return list(arrays)
         return [vary(array, self.names) for array in arrays]
 
-    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, leaves: Iterable[tuple[str, Array]]) -> None:
         self.size()  # raises for unbound axes
         if not self._checks_vma():
             return
-        for path, leaf in zip(paths, leaves, strict=True):
+        for path, leaf in leaves:
             if not set(self.names) <= varying(leaf):
                 expected = (
                     f"a value that varies over {self!r} (under check_vma, shard_map has already summed the gradient of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -377,5 +377,5 @@ class Collective:
         """Marks arrays as varying over the replicas, if the framework tracks this in types."""
         return list(arrays)
 
-    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
-        """Raises if the framework knows that a leaf is already reduced over the replicas."""
+    def require_unreduced(self, leaves: Iterable[tuple[str, Array]]) -> None:
+        """Raises if the framework knows that one of the leaves, with their paths, is reduced over the replicas."""

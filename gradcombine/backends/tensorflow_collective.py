@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -98,7 +98,7 @@ class TfReplicas(Collective):
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
         return [gathered[:, self.rank()] for gathered in self.all_gather(arrays)]
 
-    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, leaves: Iterable[tuple[str, Array]]) -> None:
         self._context()
 
 

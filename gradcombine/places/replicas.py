@@ -82,8 +82,7 @@ def all_reduce(
         with within(path):
             leaves[i] = leaves[i] if is_absent(leaves[i]) else backend.asarray(leaves[i])
     value = tree.unflatten(structure, leaves)
-    present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-    over.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
+    over.require_unreduced(tree.present(value))
 
     def run(reduction: Reduction, value: Tree, weight: Scalar) -> Tree:
         state = reduction.update(reduction.init(value), value, weight)

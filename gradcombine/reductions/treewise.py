@@ -336,7 +336,7 @@ class Treewise(Reduction):
         arrays = (flat := self._flatten(state)).arrays()
         with_paths = zip(flat.structure.paths(), flat.values, strict=True)
         paths = [path for path, a in with_paths if a is not None for _ in parts(a)]
-        collective.require_unreduced(paths, arrays)
+        collective.require_unreduced(zip(paths, arrays, strict=True))
         if collective.size() <= self.cell.most_replicas:
             merged, totals = self.cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
             remaining = iter(merged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ class Processes:
     def mark_varying(self, arrays: Sequence[Any]) -> list[Any]:
         return list(arrays)
 
-    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    def require_unreduced(self, leaves: Iterable[tuple[str, Any]]) -> None:
         return None
 
 

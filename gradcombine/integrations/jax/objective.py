@@ -284,7 +284,7 @@ class Objective:
             value, grads = require_tuple(expected, self.loss.function(*args, **kwargs), 2)
             leaves = jax.tree_util.tree_leaves_with_path(grads)
             output, form = self._scalar_output(value)
-            self.over.require_unreduced([jax.tree_util.keystr(path) for path, _ in leaves], [x for _, x in leaves])
+            self.over.require_unreduced((jax.tree_util.keystr(path), x) for path, x in leaves)
             return output, form, grads
 
         def scaled_loss(*args: Tree, **kwargs: Tree) -> Tree:

@@ -102,9 +102,8 @@ class _Scattered(Wrapper):
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
-        leaves, structure = tree.flatten(value)
-        present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-        self.axis.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
+        present = tree.present(value)
+        self.axis.require_unreduced(present)
         local = self.of.update(self.of.init(value), value, weight)
         arrays, inner = tree.flatten(local.value)
         shards = self._sum_scatter([path for path, _ in present], arrays)
@@ -262,11 +261,8 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     """
     check(reduction=reduction)
     every, replicas = valid("microbatches", every), valid("replicas", replicas)
-    leaves, structure = tree.flatten(like)
     full = shards = gathered = all_reduced = scattered = 0
-    for path, leaf in zip(structure.paths(), leaves, strict=True):
-        if is_absent(leaf):
-            continue
+    for path, leaf in tree.present(like):
         with translate_errors("arrays or specs of JAX", TypeError):  # raised for dtypes that JAX lacks
             state = jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value
         if owner(state) is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from gradcombine import tree
-from gradcombine.backends.registry import is_absent, load, require_scalar
+from gradcombine.backends.registry import load, require_scalar
 from gradcombine.errors import invalid, operation, require_tuple, shown, translate_errors, within
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Scalar, Tree
@@ -133,15 +133,13 @@ def first_detail(skip: Skip, params: Tree) -> Tree:
 
 def _gradients(updates: Tree) -> list[Array]:
     """The present leaves as arrays; raises for dtypes that are not numeric."""
-    leaves, structure = tree.flatten(updates)
     backend, gradients = load("jax"), list[Array]()
-    for leaf, path in zip(leaves, structure.paths(), strict=True):
-        if not is_absent(leaf):
-            with within(path):
-                gradients.append(backend.asarray(leaf))
-                dtype = backend.dtype(leaf)
-                if dtypes.kind(dtype) not in dtypes.NUMERIC:
-                    raise invalid("gradients of numbers", dtype)
+    for path, leaf in tree.present(updates):
+        with within(path):
+            gradients.append(backend.asarray(leaf))
+            dtype = backend.dtype(leaf)
+            if dtypes.kind(dtype) not in dtypes.NUMERIC:
+                raise invalid("gradients of numbers", dtype)
     return gradients
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from gradcombine import tree
-from gradcombine.backends.registry import dtype_of, is_absent
+from gradcombine.backends.registry import dtype_of
 from gradcombine.errors import translate_errors
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions.ratios import Ratio
@@ -38,7 +38,7 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     Raises:
       GradCombineError: for updates of another structure, and for updates that are already combined over the replicas.
     """
-    _require_unreduced(window, _numerators(updates))
+    window.over.require_unreduced(tree.present(_numerators(updates)))
     held = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
     for_updates = _eval_shape(window.reduction.init, updates)
     if jax.tree.structure(for_updates) == jax.tree.structure(held) and _dtypes(for_updates) == _dtypes(held):
@@ -68,12 +68,6 @@ def _numerators(updates: Tree) -> Tree:
         return isinstance(node, Ratio)
 
     return jax.tree.map(lambda x: x.numerator if is_ratio(x) else x, updates, is_leaf=is_ratio)
-
-
-def _require_unreduced(window: Window, updates: Tree) -> None:
-    leaves, structure = tree.flatten(updates)
-    pairs = [(path, x) for path, x in zip(structure.paths(), leaves, strict=True) if not is_absent(x)]
-    window.over.require_unreduced([path for path, _ in pairs], [leaf for _, leaf in pairs])
 
 
 def _dtypes(state: Tree) -> list[np.dtype]:
