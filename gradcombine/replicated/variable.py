@@ -198,11 +198,11 @@ class _Contexts:
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
             into = opened(state, value)
             self.policy.require_aggregation(self.layout.size)
-            items = written(into, value, self.layout, lambda component, path: into.backend.shape(component))
+            items = self._written(into, value, one_for_all=False)
             values = [self.layout.broadcast(into.backend, x.array) if x.number else x.array for x in items]
             if not self.policy.on_read:
                 values = self._combined(into, items, values)
-            return applied(self.policy, self.layout, write, into, values)
+            return self._applied(write, into, values)
 
         return assign
 
@@ -215,15 +215,41 @@ class _Contexts:
             into = opened(state, value)
             if self.policy.on_read:
                 self.policy.require_one_value()
-
-            def shape(component: Array, path: str) -> tuple[int, ...]:
-                return self.layout.shape(into.backend, component, path)
-
-            items = written(into, value, self.layout, shape)
+            items = self._written(into, value, one_for_all=True)
             values = [None if x.array is None else self._component(into.backend, x.array) for x in items]
-            return applied(self.policy, self.layout, write, into, values)
+            return self._applied(write, into, values)
 
         return assign
+
+    def _written(self, into: Opened, value: Tree, one_for_all: bool) -> list[Written]:
+        """Converts ``value`` for a write to each variable: this replica's own, or ``one_for_all``.
+
+        Raises:
+          GradCombineError: unless the structure, shapes and dtypes are those of the variables.
+        """
+        backend = into.backend
+
+        def leaf(component: Leaf, x: Leaf, path: str) -> Written:
+            if x is None:
+                return Written(None)
+            require_numbers(x, path)
+            if is_absent(component):
+                raise invalid("None, as in the value passed to init", "an array", path)
+            dtype, shape = backend.dtype(component), self.layout.shape(backend, component, path)
+            with within(path):
+                if type(x) in _KINDS:
+                    if shape:
+                        raise invalid(f"shape {shape}", f"the number {shown(x)}")
+                    return Written(_number(backend, x, dtype), number=True)
+                received = described(x).shape(x), described(x).dtype(x)
+            expected = shape if one_for_all else backend.shape(component), dtype
+            if expected != received:
+                wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
+                raise invalid(wanted, got, path)
+            return Written(backend.asarray(x))
+
+        values = tree.flatten_as(into.structure, value)
+        return [leaf(*row) for row in zip(into.leaves, values, into.paths(), strict=True)]
 
     def _combined(self, into: Opened, items: list[Written], values: list[Array | None]) -> list[Array | None]:
         """Aggregates the replicas' values. A Python number is the same on all replicas, and stays as it is."""
@@ -249,15 +275,27 @@ class _Contexts:
         share, rest = wide // size, backend.cast(wide % size, dtypes.INT32)
         return backend.where(self.layout.rank(backend, value) < rest, share + 1, share)
 
+    def _applied(self, write: Write, into: Opened, values: Sequence[Array | None]) -> ReplicatedState:
+        """Writes a value to every component; None leaves the component unchanged."""
+        backend = resolve([*into.leaves, *values])
+
+        def leaf(component: Leaf, value: Array | None, path: str) -> Leaf:
+            if is_absent(value):
+                return component
+            dtype = backend.dtype(component)
+            if write is not replace and dtypes.kind(dtype) not in ("float", "complex", "integer"):
+                raise invalid("a numeric variable", dtype, path)
+            return write(backend, backend.asarray(component), backend.cast(backend.asarray(value), dtype))
+
+        new = [leaf(*row) for row in zip(into.leaves, values, into.paths(), strict=True)]
+        return ReplicatedState(into.rebuild(self.layout.mark_varying(new) if self.policy.on_read else new))
+
 
 # The kinds of variables that a Python number may be written to.
 _KINDS = {bool: ("bool",), int: ("integer", "float", "complex"), float: ("float", "complex"), complex: ("complex",)}
 
 Write: TypeAlias = Callable[[Backend, Array, Array], Array]
 """``write(backend, component, value)`` returns the new component."""
-
-Shapes: TypeAlias = Callable[[Array, str], tuple[int, ...]]
-"""``shape(component, path)`` returns the shape of an array that may be written to the component."""
 
 
 class ReplicatedState(NamedTuple):
@@ -303,37 +341,6 @@ def opened(state: ReplicatedState, value: Tree = None) -> Opened:
     return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
 
 
-def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Written]:
-    """Converts and checks ``value`` for a write to each variable.
-
-    Raises:
-      GradCombineError: unless the structure, shapes and dtypes are those of the variables.
-    """
-    values = tree.flatten_as(into.structure, value)
-    rows = zip(into.leaves, values, into.paths(), strict=True)
-    return [_leaf(into.backend, component, x, path, layout, shape) for component, x, path in rows]
-
-
-def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout, shape: Shapes) -> Written:
-    if x is None:
-        return Written(None)
-    require_numbers(x, path)
-    if is_absent(component):
-        raise invalid("None, as in the value passed to init", "an array", path)
-    dtype, one = backend.dtype(component), layout.shape(backend, component, path)
-    with within(path):
-        if type(x) in _KINDS:
-            if one:
-                raise invalid(f"shape {one}", f"the number {shown(x)}")
-            return Written(_number(backend, x, dtype), number=True)
-        received = described(x).shape(x), described(x).dtype(x)
-    expected = shape(component, path), dtype
-    if expected != received:
-        wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
-        raise invalid(wanted, got, path)
-    return Written(backend.asarray(x))
-
-
 def _number(backend: Backend, x: complex, dtype: np.dtype) -> Array:
     expected = f"a number that a variable of {dtype} can hold"
     if dtypes.kind(dtype) not in _KINDS[type(x)]:
@@ -353,21 +360,3 @@ def add(backend: Backend, component: Array, value: Array) -> Array:
 def subtract(backend: Backend, component: Array, value: Array) -> Array:
     with np.errstate(all="ignore"):  # as in `Backend.add`
         return component - value
-
-
-def applied(
-    policy: Policy, layout: Layout, write: Write, into: Opened, values: Sequence[Array | None]
-) -> ReplicatedState:
-    """Writes a value to every component; None leaves the component unchanged."""
-    backend = resolve([*into.leaves, *values])
-
-    def leaf(component: Leaf, value: Array | None, path: str) -> Leaf:
-        if is_absent(value):
-            return component
-        dtype = backend.dtype(component)
-        if write is not replace and dtypes.kind(dtype) not in ("float", "complex", "integer"):
-            raise invalid("a numeric variable", dtype, path)
-        return write(backend, backend.asarray(component), backend.cast(backend.asarray(value), dtype))
-
-    new = [leaf(*row) for row in zip(into.leaves, values, into.paths(), strict=True)]
-    return ReplicatedState(into.rebuild(layout.mark_varying(new) if policy.on_read else new))
