@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import keras
@@ -72,11 +73,6 @@ def chain(optimizer: Any) -> list[Any]:
     return optimizers
 
 
-def unscaled(optimizer: Any) -> Any:
-    """Unwraps LossScaleOptimizers."""
-    return next(x for x in chain(optimizer) if not isinstance(x, keras.optimizers.LossScaleOptimizer))
-
-
 def scales_loss(optimizer: Any) -> bool:
     """Whether there is a LossScaleOptimizer in the chain."""
     return any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in chain(optimizer))
@@ -125,17 +121,18 @@ class Parts:
         return [i for i, overwritten in enumerate(self._overwritten) if not overwritten][position]
 
 
+@dataclass
 class _Weight:
-    """A weight that is set by a with statement.
+    """A weight that is set by a with statement, or None.
 
     Attributes:
-      value: the weight, or None.
       is_traced: whether it was set inside of a compiled function.
       is_used: whether a microbatch was applied meanwhile.
     """
 
-    def __init__(self, value: Scalar, is_traced: bool) -> None:
-        self.value, self.is_traced, self.is_used = value, is_traced, False
+    value: Scalar
+    is_traced: bool
+    is_used: bool = False
 
 
 class Weights(threading.local):

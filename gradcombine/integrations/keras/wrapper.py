@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine.errors import invalid, operation, require_equal, require_given, require_items, shown
 from gradcombine.integrations.keras import window_variables as windows
-from gradcombine.integrations.keras.settings import scales_loss, unscaled
+from gradcombine.integrations.keras.settings import chain, scales_loss
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.types import Array, Leaf, Scalar
 
@@ -25,7 +25,9 @@ def _delegated(name: str) -> Callable[..., Any]:
 
     @wraps(getattr(_Optimizer, name))
     def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._configured(name), name)(*args, **kwargs)
+        if hasattr(self._settings, "optimizers"):
+            raise invalid(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
+        return getattr(self._settings, name)(*args, **kwargs)
 
     return method
 
@@ -118,16 +120,10 @@ class Wrapper(_Optimizer):
 
     @property
     def _settings(self) -> Any:
-        return unscaled(self.inner_optimizer)
+        return next(x for x in chain(self.inner_optimizer) if not isinstance(x, keras.optimizers.LossScaleOptimizer))
 
     def _holder(self, name: str) -> Any:
         return self._settings if hasattr(self._settings, name) else self.inner_optimizer
-
-    def _configured(self, name: str) -> Any:
-        several = hasattr(self._settings, "optimizers")
-        if several:
-            raise invalid(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
-        return self._settings
 
     def __reduce__(self) -> Any:
         values = self._unpickled
