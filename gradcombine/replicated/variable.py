@@ -28,14 +28,7 @@ from gradcombine.types import Array, Leaf, Order, Tree
 
 
 class CrossReplica(NamedTuple):
-    """Functions of cross-replica context, on all components at once. Values are the same for all replicas.
-
-    Attributes:
-      assign: ``assign(state, value) -> state``: ``cross.read`` then returns ``value``.
-      assign_add: ``assign_add(state, value) -> state``: adds ``value`` to every component.
-      assign_sub: ``assign_sub(state, value) -> state``: subtracts ``value`` from every component.
-      read: ``read(state) -> value``: the components combined.
-    """
+    """The functions of cross-replica context; see `variable`, which makes them."""
 
     assign: Callable[[ReplicatedState, Tree], ReplicatedState]
     assign_add: Callable[[ReplicatedState, Tree], ReplicatedState]
@@ -44,20 +37,7 @@ class CrossReplica(NamedTuple):
 
 
 class ReplicatedVariable(NamedTuple):
-    """A variable under tf.distribute, as pure functions of a `ReplicatedState`.
-
-    The functions are those of replica context: each replica passes its value. Over `stacked`, a value has the replicas
-    along its first axis. A Python number is the same on every replica. None writes nothing.
-
-    Attributes:
-      aggregation, synchronization: as resolved: AUTO has become ON_WRITE.
-      init: ``init(value) -> state``; ``value`` is the same on every replica.
-      assign: ``assign(state, value) -> state``. ON_WRITE: aggregates the values and writes the result to every
-        component. ON_READ: writes this replica's value to its component.
-      assign_add, assign_sub: like ``assign``, but add to or subtract from the component.
-      read: ``read(state) -> value``: this replica's component.
-      cross: the functions of cross-replica context.
-    """
+    """A variable under tf.distribute, as pure functions of a `ReplicatedState`; made and described by `variable`."""
 
     aggregation: Aggregation
     synchronization: Synchronization
@@ -89,11 +69,15 @@ def variable(
       order: of the aggregation, as for `gradcombine.all_reduce`.
 
     Returns:
-      Pure functions of a `ReplicatedState`. In replica context, where each replica passes its value (over `stacked`
-      along the first axis): ``init(value)``, ``assign(state, value)``, ``assign_add``, ``assign_sub`` and
-      ``read(state)``, this replica's component. In cross-replica context, on all components at once: ``cross.assign``,
-      ``cross.assign_add``, ``cross.assign_sub`` and ``cross.read``, the components combined. Values have the structure,
-      shapes and dtypes of the variables; only Python numbers are cast or broadcast.
+      Pure functions of a `ReplicatedState`, and ``aggregation`` and ``synchronization`` as resolved. ``init(value)``
+      makes a state of a value that is the same on every replica. In replica context, where each replica passes its
+      value (over `stacked` along the first axis): ``read(state)``, this replica's component; ``assign(state, value)``,
+      which with ON_WRITE aggregates the values and writes the result to every component, and with ON_READ writes this
+      replica's value to its component; ``assign_add`` and ``assign_sub``, which add to or subtract from the component.
+      In cross-replica context, on all components at once, with one value for all replicas: ``cross.assign``, after
+      which ``cross.read`` returns the value; ``cross.assign_add`` and ``cross.assign_sub``, which change every
+      component; and ``cross.read``, the components combined. Values have the structure, shapes and dtypes of the
+      variables; only Python numbers, the same on every replica, are cast or broadcast. None writes nothing.
 
     Raises:
       GradCombineError: for unknown names and for NONE with several copies. The functions raise it for a value of

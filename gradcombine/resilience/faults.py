@@ -51,15 +51,7 @@ _DESCRIPTIONS = {
 
 
 class Faults(NamedTuple):
-    """Detected faults, equal on all replicas except for ``own``.
-
-    Attributes:
-      table: int32 of shape (replicas, 6), by rank and `KINDS`: 0 for no fault; else 1, and for NaN and infinity 1 + the
-        index of the first leaf that holds one.
-      found: boolean scalar: whether any replica has a fault.
-      own: boolean scalar: whether this replica has a fault.
-      index, step: int32 scalars: position of the most advanced window; 0 without ``window``.
-    """
+    """Detected faults; made and described by `find`. The columns of ``table`` are `KINDS`."""
 
     table: Array
     found: Array

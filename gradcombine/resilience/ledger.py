@@ -38,13 +38,7 @@ Assignment = Sequence[Sequence[int]]
 
 
 class Ledger(NamedTuple):
-    """The numbers of the microbatches that states hold, in ascending order.
-
-    Attributes:
-      held: counted at least once.
-      missing: not counted.
-      doubled: counted more than once.
-    """
+    """The numbers of the microbatches that states hold; made and described by `read`."""
 
     held: tuple[int, ...]
     missing: tuple[int, ...]

@@ -48,14 +48,7 @@ class OuterState(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """Pure functions of an `OuterState`; made by `outer`.
-
-    Attributes:
-      init: ``init(params) -> state``.
-      update: ``update(params, state, weight=1.0) -> params, state``, after each step of an island.
-      join: ``join(params, state, begins) -> params, state``: if ``begins``, a boolean scalar that may differ between
-        islands, is true, the island restarts from the outer parameters with weight 0.
-    """
+    """Pure functions of an `OuterState`; made and described by `outer`."""
 
     init: Callable[[Tree], OuterState]
     update: Callable[..., tuple[Tree, OuterState]]
@@ -95,7 +88,8 @@ def outer(
       islands. There, ``params`` and the state's ``weight`` differ between islands; everything else in the state is the
       same. The argument ``weight`` of an update is the weight of the step, for instance its number of tokens. An island
       of weight 0 since the last exchange, such as a lost one, changes nothing, whatever its parameters contain. An
-      island that joins or returns starts from the outer parameters by ``join``.
+      island that joins or returns starts from the outer parameters by ``join``, with weight 0, if its ``begins`` is
+      true, a boolean scalar that may differ between islands.
 
     Raises:
       GradCombineError: for invalid settings, and for parameters that are not floats.

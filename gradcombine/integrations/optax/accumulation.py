@@ -148,12 +148,7 @@ def accumulate(
 
 
 class ApplyingTransformation(NamedTuple):
-    """A transformation that also applies its updates to the parameters; made by `accumulate_and_apply`.
-
-    Attributes:
-      init: ``init(params) -> state``, an `AccumulateUpdatesState`.
-      apply: ``apply(updates, state, params, *, weight=1.0, flush=False, number=None, **extra_args) -> params, state``.
-    """
+    """A transformation that also applies its updates to the parameters; see `accumulate_and_apply`, which makes it."""
 
     init: Callable[[Tree], AccumulateUpdatesState]
     apply: Callable[..., tuple[Tree, AccumulateUpdatesState]]
