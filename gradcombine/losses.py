@@ -174,7 +174,7 @@ class _Tokens:
         present = self._rows == self._rows
         if mask is not None:
             marks = self._flat(mask, "mask", ("bool", "float", "integer"))
-            present = present & _as_bool(backend, marks)
+            present = present & (marks if backend.dtype(marks) == np.bool_ else marks != 0)
         self._segments = ids = None
         if segments is not None:
             ids = self._flat(segments, "segments", ("integer",))
@@ -265,10 +265,6 @@ def _sizes(backend: Backend, ids: Array, present: Array) -> tuple[Array, Array]:
     positions = backend.cumsum(ids * 0 + 1) - 1
     is_first = backend.search_sorted(ordered, ordered) == positions
     return sizes, backend.take(is_first, backend.argsort(order)) & present
-
-
-def _as_bool(backend: Backend, mask: Array) -> Array:
-    return mask if backend.dtype(mask) == np.bool_ else mask != 0
 
 
 def _dimensions(array: Array) -> tuple[int | None, ...]:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.registry import is_absent, load
+from gradcombine.backends.registry import load
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry, with_jax_arrays
 from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
@@ -141,10 +141,10 @@ def scales_loss(objective: Objective, spec: Contribution, trace: Callable[[], Cl
         return False
     if known_weight is None and loss.carry_argnum is not None:
         return False
-    leaves = [leaf for leaf in tree.flatten(spec.parts["grads"])[0] if not is_absent(leaf)]
-    widest = max((jnp.finfo(leaf.dtype).bits for leaf in leaves), default=0)
+    widest = max((jnp.finfo(leaf.dtype).bits for _, leaf in tree.present(spec.parts["grads"])), default=0)
     return (
-        _adds(objective.reduction)
+        isinstance(objective.reduction, Treewise)  # no wrapper, which would expect unweighted gradients
+        and isinstance(objective.reduction.cell, Added)
         and jnp.finfo(spec.parts["value"].dtype).bits >= max(widest, 32)
         and all(_is_linear(equation) for equation in _equations(trace().jaxpr))
     )
@@ -156,11 +156,6 @@ class ScaledGradients(Wrapper):
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         totals = self.of.update(state._replace(value=(), dtypes=()), (), weight)
         return self.of.update(state, value)._replace(weight=totals.weight, count=totals.count)
-
-
-def _adds(reduction: Reduction) -> bool:
-    # Excludes wrappers, which expect unweighted gradients.
-    return isinstance(reduction, Treewise) and isinstance(reduction.cell, Added)
 
 
 def _is_linear(equation: JaxprEqn) -> bool:

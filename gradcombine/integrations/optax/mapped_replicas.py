@@ -144,19 +144,17 @@ LOCAL_FIELDS = {AccumulateState: "levels", SkipState: "detail"}
 
 def _split_states(values: Tree) -> tuple[Tree, list[Tree]]:
     """Separates the fields of states that differ between replicas from values that are the same on all."""
-    nodes, structure = jax.tree.flatten(values, is_leaf=_is_state)
+    nodes = jax.tree.leaves(values, is_leaf=_is_state)
     local = [getattr(node, LOCAL_FIELDS[type(node)]) if _is_state(node) else None for node in nodes]
-    return jax.tree.unflatten(structure, _with_local(nodes, [None] * len(nodes))), local
+    return _join_states(values, [None] * len(local)), local
 
 
 def _join_states(shared: Tree, local: list[Tree]) -> Tree:
+    """Inverse of `_split_states`."""
     nodes, structure = jax.tree.flatten(shared, is_leaf=_is_state)
-    return jax.tree.unflatten(structure, _with_local(nodes, local))
-
-
-def _with_local(nodes: list[Tree], local: list[Tree]) -> list[Tree]:
     pairs = zip(nodes, local, strict=True)
-    return [node._replace(**{LOCAL_FIELDS[type(node)]: x}) if _is_state(node) else node for node, x in pairs]
+    joined = [node._replace(**{LOCAL_FIELDS[type(node)]: x}) if _is_state(node) else node for node, x in pairs]
+    return jax.tree.unflatten(structure, joined)
 
 
 def _is_state(node: Tree) -> bool:

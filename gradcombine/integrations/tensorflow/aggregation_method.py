@@ -69,7 +69,7 @@ def aggregate(
     3.0
     0.0
     """
-    order = _order(_number(method), execution, names)
+    order = _order(method, execution, names)
     present = [term for term in terms if term is not None]
     for i, term in enumerate(terms):
         if term is not None and not isinstance(term, (tf.Tensor, tf.IndexedSlices)):
@@ -81,12 +81,10 @@ def aggregate(
     return order([tf.convert_to_tensor(term) for term in present])
 
 
-def _number(method: Any) -> int:
+def _order(method: Any, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
+    """The function that adds terms in the order of a method, an execution and the names of the terms."""
     number = 0 if method is None else _NAMES.get(method, method)
-    return require_integer(f"a tf.AggregationMethod value, or one of {list(_NAMES)}", number, 0, 2)
-
-
-def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
+    number = require_integer(f"a tf.AggregationMethod value, or one of {list(_NAMES)}", number, 0, 2)
     require_one_of("execution 'function', 'graph' or 'xla'", execution, get_args(Execution))
     if names is not None and execution != "function":
         raise invalid("execution 'function' for names, as only Grappler sorts terms", shown(execution))
