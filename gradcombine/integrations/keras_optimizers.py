@@ -39,10 +39,7 @@ def has_several(optimizer: Any) -> bool:
 def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
     """Yields a variable and its slots, each with its value after an update that only changes other variables.
 
-    Args:
-      optimizer: a built optimizer.
-      target: one of its variables.
-      read: returns the value of a variable before the update.
+    ``read`` returns the value of a variable of the built optimizer before the update.
     """
     value = read(target)
     yield target, value

@@ -124,11 +124,9 @@ class VariableReductions:
                 self.reductions[_shown(path)] = reduction
 
     def select(self, before: SplitModule, module: Any) -> dict[str, Tree]:
-        """Values of the combined variables after a call of the module, by path; raises if others have changed.
+        """Values of the combined variables of a module after its call, by path; raises if others have changed.
 
-        Args:
-          before: the split module from which ``module`` was merged, with the parameters of the call.
-          module: the module after the call.
+        The module was merged from ``before``, which includes the parameters of the call.
         """
         after, values = split_module(module), dict[str, Tree]()
         old_values = {_shown(path): _value(x) for part in (before.params, before.rest) for path, x in _variables(part)}
@@ -208,10 +206,9 @@ class ModuleLoss(NamedTuple):
 
 
 def module_loss(loss: Loss, module: SplitModule, positions: int, average: Reduction) -> ModuleLoss:
-    """Converts a loss of a module to one of its parameters.
+    """Converts a loss whose first argument is the module to one of its parameters.
 
     Args:
-      loss: a loss whose first argument is the module.
       positions: the number of positional arguments, including the module and the carry.
       average: combines aux without an ``aux_reduction``.
     """
@@ -280,13 +277,7 @@ def with_params(x: Tree, params: Tree) -> Tree:
 def module_step_functions(
     loss: Loss, make: Callable[[Loss], tuple[Callable[..., Tree], ...]], average: Reduction
 ) -> tuple[Callable[..., Tree], Callable[..., Tree], Callable[..., Tree]]:
-    """Extends ``init``, ``function`` and ``flush`` of a training step from trees of arrays to modules.
-
-    Args:
-      loss: the loss of the step.
-      make: builds the three functions for a loss of arrays.
-      average: as for `module_loss`.
-    """
+    """Extends ``init``, ``function`` and ``flush``, which ``make`` builds for a loss of arrays, to modules."""
     init_arrays, step_arrays, flush_arrays = make(loss)
 
     def for_module(module: SplitModule, args: Sequence[Tree]) -> tuple[ModuleLoss, tuple[Callable[..., Tree], ...]]:

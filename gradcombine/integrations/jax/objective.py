@@ -362,13 +362,9 @@ class Objective:
 
 
 class _WithNorms(Wrapper):
-    """Adds the norms of the gradients to the value of a reduction of the parts of a `Contribution`.
+    """Adds the norms of ``gradients`` to the value of a reduction of the parts of a `Contribution`.
 
     The states are those of the wrapped reduction.
-
-    Args:
-      of: the reduction of the parts, a `PerLeaf`.
-      gradients: the reduction of the gradients, one of the parts.
     """
 
     def __init__(self, of: PerLeaf, gradients: Reduction) -> None:

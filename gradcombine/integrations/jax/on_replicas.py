@@ -49,7 +49,6 @@ def on_replicas(
     other axes.
 
     Args:
-      over: the replicas.
       function: has to return the same ``shared`` on all replicas.
       shared: passed to all replicas; arrays that are sharded over the axes are gathered.
       batch: arrays of which each replica gets a block along the first axis.
@@ -169,8 +168,6 @@ def finalized(over: Collective, reduction: Reduction, state: State, params: Tree
     all-reducing if the result has a single reader, which reads only a shard.
 
     Args:
-      over: as for `on_replicas`.
-      reduction: the reduction of the state.
       state: merged over the replicas, outside the mapped function.
       params: the parameters; "grads" of the result is sharded like them, if their shardings are known.
     """

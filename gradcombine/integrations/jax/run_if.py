@@ -28,7 +28,6 @@ def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
     Args:
       condition: boolean scalar, the same on all replicas.
       run: ends a window, for instance.
-      kept: a tree of arrays.
     """
     if not isinstance(condition, Tracer):
         return _run_if_concrete(condition, run, kept)

@@ -88,8 +88,6 @@ def optimize(
     """Runs the optimizer on the combined parts of a window.
 
     Args:
-      objective: of the step.
-      optimizer: of the step.
       kept: ``(params, opt_state)``.
       combined: the finalized parts of a `Contribution`.
 

@@ -59,11 +59,7 @@ def are_means(model: Any) -> bool:
 
 
 def require_weighable(model: Any, reduction: str) -> None:
-    """Raises for losses that no microbatch weight is correct for.
-
-    Args:
-      model: a compiled model.
-      reduction: reduction of the window.
+    """Raises for losses of a compiled model that no microbatch weight is correct for; ``reduction``: of the window.
 
     Raises:
       GradCombineError: for a mixture of means and sums, also of sums and weight penalties; for sums if the window is a
@@ -208,11 +204,7 @@ class FitStep:
 
 
 class UnweightedSizes:
-    """Warns, once, if a mean gives microbatches of different sizes the same weight.
-
-    Args:
-      optimizer: an `Accumulate`.
-    """
+    """Warns, once, if an `Accumulate` for means gives microbatches of different sizes the same weight."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

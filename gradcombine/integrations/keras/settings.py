@@ -136,11 +136,7 @@ class _Weight:
 
 
 class Weights(threading.local):
-    """Weight of the microbatches that a thread applies: tf.distribute runs each replica in a thread.
-
-    Args:
-      is_tracing: whether a compiled function is being traced.
-    """
+    """Weight of the microbatches that a thread applies: tf.distribute runs each replica in a thread."""
 
     def __init__(self, is_tracing: Callable[[], bool]) -> None:
         self._is_tracing, self._current = is_tracing, _Weight(None, is_traced=True)

@@ -192,9 +192,7 @@ def replace(
     A saved window without pending microbatches that does not fit is replaced by an empty one.
 
     Args:
-      window: the window whose state is replaced.
-      saved: variables of the saved window, stacked over the replicas.
-      description: description of the saved window.
+      saved, description: variables of the saved window, stacked over the replicas, and its description.
       others: variables outside of the window.
       values: their new values.
 

@@ -43,9 +43,6 @@ class Wrapper(_Optimizer):
       _unpickled: values of the optimizer that this one is a copy of, until it is built: the result of
         `save_own_variables`, the inner optimizer's variables, and the shapes of all. None for other optimizers.
       _scaled_outside: whether there is a LossScaleOptimizer around this one.
-
-    Args:
-      name: name of the optimizer.
     """
 
     _window: KerasWindow | None = None

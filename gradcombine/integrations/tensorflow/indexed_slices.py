@@ -75,13 +75,9 @@ def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
 
 
 def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
-    """Converts slices to a dense tensor; duplicate rows are added in the order of the slices.
+    """Converts slices to a dense tensor of this shape, or of ``dense_shape`` for None.
 
-    Those of 16-bit values are added in float32 and rounded once.
-
-    Args:
-      slices: the slices.
-      shape: shape of the tensor; None: ``dense_shape``.
+    Duplicate rows are added in the order of the slices; those of 16-bit values in float32, and rounded once.
 
     Raises:
       GradCombineError: for another or no ``dense_shape``, and for slices that are not rows of the tensor. In a graph,
@@ -119,10 +115,7 @@ def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices
 def gather(over: Collective, slices: tf.IndexedSlices, included: Array) -> tf.IndexedSlices:
     """Concatenates the slices of all ranks, of which each may have a different number.
 
-    Args:
-      over: the replicas.
-      slices: this rank's slices.
-      included: 1 on the ranks that contribute, 0 on the others; None: all contribute.
+    ``included``: 1 on the ranks that contribute, 0 on the others; None: all contribute.
     """
     values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
     if included is not None:

@@ -45,10 +45,8 @@ class ReplicaState:
       position: variables of ``step`` and ``index``.
 
     Args:
-      window: the window.
       structure: tree structure of the state's levels.
       leaves: variables of the levels' leaves, each a variable or a list of one per replica.
-      position: see above.
       resumed: function that is applied to a state after it is read, or None.
     """
 
@@ -175,10 +173,9 @@ class ReplicaState:
 
 
 class Layout(tf.train.experimental.PythonState):
-    """Layout of a window, compared on restore, as tf.train.Checkpoint matches variables of a list by position only.
+    """Layout of a window, in lines that are equal for compatible windows.
 
-    Args:
-      lines: descriptions, which are equal for compatible windows.
+    Compared on restore, as tf.train.Checkpoint matches variables of a list by position only.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -197,16 +194,12 @@ class Layout(tf.train.experimental.PythonState):
 
 
 def in_local_variables(window: Window, specs: Tree) -> ReplicaState:
-    """Creates the variables of a window's state, in the scope of the strategy.
+    """Creates the variables of a window's state, for gradients with these specs, in the scope of the strategy.
 
     ON_READ variables are written in replica context, with a separate value on each replica. tf.distribute would save
     one combined value for all replicas, so checkpoints track the components instead of the distributed variables.
     A CentralStorageStrategy creates one variable for all replicas, so here it gets a list of one per replica. In a
     tf.Graph of TensorFlow 1 they are local variables, initialized by `tf.compat.v1.local_variables_initializer`.
-
-    Args:
-      window: the window.
-      specs: tree of the gradients' shapes and dtypes.
     """
     initial = window.init(specs)
     leaves, structure = tree.flatten(initial.levels)
