@@ -23,11 +23,9 @@ def with_inner(optimizer: Any) -> Iterator[Any]:
 
 def require_not_accumulating(optimizer: Any) -> None:
     """Raises for an optimizer that accumulates gradients, or contains one that does."""
-    accumulates = any(hasattr(x, "flush") for x in with_inner(optimizer))
-    steps = max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer))
-    if accumulates:
+    if any(hasattr(x, "flush") for x in with_inner(optimizer)):
         raise invalid("an optimizer that does not accumulate already", type(optimizer).__name__)
-    if steps:
+    if steps := max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer)):
         raise invalid("an optimizer without gradient_accumulation_steps", steps)
 
 

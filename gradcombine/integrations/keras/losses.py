@@ -21,7 +21,7 @@ import keras
 import numpy as np
 from keras.src.backend import get_keras_mask  # no public function returns the mask of a JAX array
 
-from gradcombine.errors import invalid, operation, within
+from gradcombine.errors import invalid, operation
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.types import Array, Scalar, Tree
@@ -45,8 +45,7 @@ def examples(x: Tree, y: Tree) -> Any:
     lengths = {leaf.shape[0] for leaf in arrays}
     if len(lengths) != 1:
         expected = "arrays with one number of examples, or an override of microbatch_weight (WeightedTrainStep)"
-        with within("batch"):
-            raise invalid(expected, f"lengths {', '.join(sorted(map(str, lengths))) or 'of scalars'}")
+        raise invalid(expected, f"lengths {', '.join(sorted(map(str, lengths))) or 'of scalars'}", "batch")
     shape: Any = keras.ops.shape(arrays[0])
     return shape[0]
 
@@ -76,17 +75,16 @@ def require_weighable(model: Any, reduction: str) -> None:
     if not summed:
         return
     received = f"losses with reduction {', '.join(sorted(map(repr, reductions)))}"
-    mixed = "losses that are all means over the examples or all sums, or an override of microbatch_weight"
-    sums = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
-    with within("loss"):
-        if summed != reductions:
-            raise invalid(mixed, received)
-        if reduction == "mean":
-            raise invalid(sums, f"reduction='mean' and {received}")
-        # Not model.losses: on JAX, a step has taken the variables' values.
-        if _regularizes_activities(model) or any(getattr(x, "regularizer", None) for x in model.trainable_variables):
-            expected = "no regularizers, which do not add up over microbatches, beside sums over the examples"
-            raise invalid(expected, f"regularizers and {received}")
+    if summed != reductions:
+        expected = "losses that are all means over the examples or all sums, or an override of microbatch_weight"
+        raise invalid(expected, received, "loss")
+    if reduction == "mean":
+        expected = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
+        raise invalid(expected, f"reduction='mean' and {received}", "loss")
+    # Not model.losses: on JAX, a step has taken the variables' values.
+    if _regularizes_activities(model) or any(getattr(x, "regularizer", None) for x in model.trainable_variables):
+        expected = "no regularizers, which do not add up over microbatches, beside sums over the examples"
+        raise invalid(expected, f"regularizers and {received}", "loss")
 
 
 def _regularizes_activities(model: Any) -> bool:
@@ -151,16 +149,14 @@ def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree)
     if sample_weight is None or _BY_SAMPLE_WEIGHT not in reductions:
         return examples(x, y)
     leaves = keras.tree.flatten(sample_weight)
-    several = len(reductions) > 1 or len(leaves) > 1
-    expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
-    with within("loss"):
-        if several:
-            weights = f"{len(leaves)} sample weights (Keras copies one for each output)"
-            expected += ", or an override of microbatch_weight"
-            raise invalid(expected, f"{weights} and reductions {sorted(map(repr, reductions))}")
-        if _regularizes_activities(model):
-            expected = f"no activity_regularizer, a mean over examples, beside reduction {_BY_SAMPLE_WEIGHT!r}"
-            raise invalid(expected, "one")
+    if len(reductions) > 1 or len(leaves) > 1:
+        expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
+        weights = f"{len(leaves)} sample weights (Keras copies one for each output)"
+        received = f"{weights} and reductions {sorted(map(repr, reductions))}"
+        raise invalid(f"{expected}, or an override of microbatch_weight", received, "loss")
+    if _regularizes_activities(model):
+        expected = f"no activity_regularizer, a mean over examples, beside reduction {_BY_SAMPLE_WEIGHT!r}"
+        raise invalid(expected, "one", "loss")
     is_wide = keras.backend.standardize_dtype(leaves[0].dtype) == "float64"
     return keras.ops.sum(keras.ops.cast(leaves[0], "float64" if is_wide else "float32"))
 

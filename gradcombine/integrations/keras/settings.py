@@ -21,7 +21,6 @@ from gradcombine.errors import (
     require_type,
     shown,
     translate_errors,
-    within,
 )
 from gradcombine.integrations.keras_optimizers import require_not_accumulating
 from gradcombine.reductions.algebra import Reduction
@@ -41,12 +40,10 @@ def require_variables(variables: object) -> list[Any]:
     kind = keras.Variable if keras.backend.backend() == "jax" else object  # on TensorFlow also a tf.Variable
     for i, x in enumerate(items):
         has_value = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
-        with within(f"[{i}]"):
-            if not (has_value and isinstance(x, kind)):
-                raise invalid("a variable", shown(x))
-            first = positions.setdefault(id(x), i)
-            if first != i:
-                raise invalid("each variable once", f"that of [{first}] again")
+        if not (has_value and isinstance(x, kind)):
+            raise invalid("a variable", shown(x), f"[{i}]")
+        if (first := positions.setdefault(id(x), i)) != i:
+            raise invalid("each variable once", f"that of [{first}] again", f"[{i}]")
     return items
 
 

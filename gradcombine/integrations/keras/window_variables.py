@@ -223,10 +223,10 @@ def is_pending(window: KerasWindow, saved: Sequence[np.ndarray]) -> bool:
 
 def _require_stacked(arrays: Sequence[np.ndarray]) -> None:
     axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
-    wrong = axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size
-    expected = "arrays with a leading axis of replicas, of which the last three are the integers step, index, touched"
-    if wrong:
-        raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
+    if axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size:
+        expected = "arrays with a leading axis of replicas, of which the last three are the integers"
+        received = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+        raise invalid(f"{expected} step, index, touched", received)
     if lowest := min(0, *(int(x.min(initial=0)) for x in arrays[-3:])):
         raise invalid("step, index and touched that are not negative", lowest)
 
@@ -241,8 +241,7 @@ def _states(window: KerasWindow, saved: Sequence[np.ndarray], description: str) 
     require_equal("a window of {} variables", window.touched.shape[0] - 1, saved[-1].shape[1] - 1)
     states = [_state(window, arrays) for arrays in zip(*saved[:-1], strict=True)]
     first, reduction = states[0], window.rules.reduction
-    full = is_pending(window, saved) and window.rules.is_full(first)
-    if full:
+    if is_pending(window, saved) and window.rules.is_full(first):
         raise invalid("a window of fewer microbatches than every", f"{int(first.step)} that have not been applied")
     if window.replicas < len(states):
         merged = resize(reduction, [whole_window(reduction, state) for state in states], window.replicas)

@@ -147,9 +147,8 @@ class AccumulatedStep(WithSeen):
         if terms is not None:
             self._terms = LossOfTerms(terms, totals, reduction)
             reduction = self._terms.reduction
-        else:
-            if totals is not None:
-                raise invalid("terms, for totals", "none")
+        elif totals is not None:
+            raise invalid("terms, for totals", "none")
         reduction = reductions.mean() if reduction is None else reduction
         self._window = Window(reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)

@@ -42,9 +42,8 @@ def require_context(strategy: tf.distribute.Strategy, *, of_replicas: bool = Fal
     """Raises for a call under another strategy, or in the wrong context: ``of_replicas`` selects replica context."""
     if not of_replicas and not tf.distribute.has_strategy():
         return
-    is_other = tf.distribute.get_strategy() is not strategy
     is_cross_replica = tf.distribute.in_cross_replica_context()
-    if is_other:
+    if tf.distribute.get_strategy() is not strategy:
         raise invalid("a call under the strategy of its creation", "a call under another one")
     if is_cross_replica and of_replicas:
         raise invalid("a call in replica context, inside strategy.run", "a call in cross-replica context")
@@ -54,9 +53,8 @@ def require_context(strategy: tf.distribute.Strategy, *, of_replicas: bool = Fal
 
 def require_synchronous(strategy: tf.distribute.Strategy) -> None:
     """Raises for parameter servers: asynchronous workers do not share a window."""
-    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    expected = "a synchronous strategy; use gradcombine.accumulate on gradients that a coordinator fetches"
-    if asynchronous:
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        expected = "a synchronous strategy; use gradcombine.accumulate on gradients that a coordinator fetches"
         raise invalid(expected, type(strategy).__name__)
 
 
@@ -79,13 +77,12 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
     # The value of a Keras variable is a tf.Variable.
     variable = target if isinstance(target, tf.Variable) else getattr(target, "value", target)
     variable = require_type("a variable", variable, tf.Variable, path)
-    has_layout = isinstance(variable, tf.experimental.dtensor.DVariable)
-    expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
-    with within(path):
-        if has_layout:
-            raise invalid(expected, "a DVariable")
-        if not strategy.extended.variable_created_in_scope(variable):
-            raise invalid("a variable created under the strategy in scope", f"{variable.name}, created under another")
+    if isinstance(variable, tf.experimental.dtensor.DVariable):
+        expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
+        raise invalid(expected, "a DVariable", path)
+    if not strategy.extended.variable_created_in_scope(variable):
+        received = f"{variable.name}, created under another"
+        raise invalid("a variable created under the strategy in scope", received, path)
 
 
 def checked_result(result: Tree, targets: list[Any]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown, within
+from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
@@ -120,10 +120,9 @@ class Outer(tf.Module):
         targets = require_items("a list of variables", variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
-            with within(f"[{i}]"):
-                dtype = tf.as_dtype(target.dtype)
-                if not dtype.is_floating:
-                    raise invalid("floating variables", dtype.name)
+            dtype = tf.as_dtype(target.dtype)
+            if not dtype.is_floating:
+                raise invalid("floating variables", dtype.name, f"[{i}]")
         if not count or len(set(map(id, self.optimizers))) < count:
             raise invalid(expected, shown(optimizer))
         params = [local_variable(tf.convert_to_tensor(target)) for target in targets]
