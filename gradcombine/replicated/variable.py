@@ -11,15 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, require_numbers, resolve
-from gradcombine.errors import (
-    GradCombineError,
-    invalid,
-    operation,
-    require_type,
-    shown,
-    translate_errors,
-    within,
-)
+from gradcombine.errors import GradCombineError, invalid, operation, require_type, shown, translate_errors, within
 from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide

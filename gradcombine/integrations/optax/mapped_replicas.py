@@ -11,13 +11,7 @@ import optax
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import (
-    invalid,
-    operation,
-    require_function,
-    require_integer,
-    require_items,
-)
+from gradcombine.errors import invalid, operation, require_function, require_integer, require_items
 from gradcombine.integrations.jax.on_replicas import on_replicas, require_jax_collective
 from gradcombine.integrations.optax.skip import SkipState
 from gradcombine.reductions.algebra import Reduction
