@@ -151,7 +151,6 @@ class _Tokens:
     """The tokens of a microbatch, flattened.
 
     Attributes:
-      backend: the backend of the arrays.
       dtype: the dtype of the numerator.
       values: in this dtype; 0 for masked tokens. All are NaN if traced masks, segments or groups are out of range.
       present: whether a token is not masked.

@@ -72,8 +72,7 @@ class Policy(NamedTuple):
     def require_aggregation(self, size: Callable[[], int]) -> None:
         """Raises if different values of several replicas would be written to components that have to stay equal.
 
-        Args:
-          size: returns the number of replicas. Called only if it matters: writes with ON_READ need no replicas.
+        ``size`` is called only if it matters: writes with ON_READ need no replicas.
         """
         if not self.on_read and self.reduction is None and (replicas := size()) > 1:
             expected = (

@@ -41,10 +41,7 @@ class KerasWindow(ABC):
         element, 1 + the index of the last window that was applied.
 
     Args:
-      rules: pure functions of the window.
-      parts: splits gradients into the tree that is reduced.
-      optimizer: the inner optimizer, built.
-      variables: its trainable variables.
+      optimizer, variables: the inner optimizer, built, and its trainable variables.
       description: reduction, precision and wire, which a saved window has to match.
     """
 
@@ -73,14 +70,9 @@ class KerasWindow(ABC):
 
     @abstractmethod
     def record_size(self, size: Scalar, is_first: bool) -> Iterable[int]:
-        """Records the number of examples of an unweighted microbatch.
+        """Records the number of examples of an unweighted microbatch; returns those of this ``fit``, as far as known.
 
-        Args:
-          size: number of examples.
-          is_first: whether no step of this ``fit`` has ended.
-
-        Returns:
-          The sizes in this ``fit``, as far as they are known.
+        ``is_first``: whether no step of this ``fit`` has ended.
         """
 
     @abstractmethod

@@ -78,9 +78,7 @@ class Update:
 
     Args:
       strategy: the strategy, in whose cross-replica context the methods are called.
-      apply: ``apply(gradients, variables)``, if there is no optimizer.
-      optimizer: a Keras optimizer, or None.
-      targets: all variables.
+      apply: ``apply(gradients, variables)``, if there is no Keras optimizer.
       complete: whether variables without a gradient are passed to the optimizer, with None, about which Keras warns;
         otherwise they are left out. A MultiOptimizer requires all variables.
     """
