@@ -55,11 +55,11 @@ def split_module(x: Tree) -> SplitModule | None:
         return SplitModule(params, keys, rest, Static(graph))
     if equinox is None or not isinstance(x, equinox.Module):
         return None
-    leaves, structure = jax.tree.flatten(x)
-    params = [leaf if equinox.is_inexact_array(leaf) else None for leaf in leaves]
-    rest = [leaf if equinox.is_array(leaf) and x is None else None for leaf, x in zip(leaves, params, strict=True)]
-    constants = tuple(None if equinox.is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-    return SplitModule(structure.unflatten(params), (), rest, Static((structure, constants)))
+    params, others = equinox.partition(x, equinox.is_inexact_array)
+    rest, constants = equinox.partition(others, equinox.is_array)
+    leaves, structure = jax.tree.flatten(constants)
+    # With their types, as 1 == True.
+    return SplitModule(params, (), rest, Static((structure, tuple((type(leaf), leaf) for leaf in leaves))))
 
 
 def merge_module(x: SplitModule) -> Tree:
@@ -69,12 +69,7 @@ def merge_module(x: SplitModule) -> Tree:
         variables = jax.tree.map(lambda array: array, (x.params, x.keys, x.rest))
         return sys.modules["flax.nnx"].merge(x.static.value, *variables)
     structure, constants = x.static.value
-    params = structure.flatten_up_to(x.params)
-    leaves = [
-        constant[1] if constant is not None else param if array is None else array
-        for constant, param, array in zip(constants, params, x.rest, strict=True)
-    ]
-    return structure.unflatten(leaves)
+    return sys.modules["equinox"].combine(x.params, x.rest, structure.unflatten(leaf for _, leaf in constants))
 
 
 def split_if_module(x: Tree) -> SplitModule | None:

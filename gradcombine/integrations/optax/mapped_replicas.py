@@ -52,17 +52,13 @@ def all_reduce(
     check(reduction=reduction, order=order, over=over)
     require_jax_collective(over)
 
-    def init(params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     def update(
         updates: optax.Updates, state: optax.OptState, params: Tree = None, *, weight: Scalar = 1.0, **extra_args: Tree
     ) -> tuple[optax.Updates, optax.OptState]:
         del params, extra_args
         return gc.all_reduce(reduction, updates, over=over, weight=weight, order=order), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 @operation("map_replicas")
