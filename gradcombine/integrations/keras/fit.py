@@ -82,13 +82,10 @@ class _WeightedStep:
     def __call__(self, *args: Any) -> Any:
         if accumulating(self.model.optimizer) is not self.optimizer:  # compiled anew after a fit that failed
             return self.step(*args)
-        weight = self.weight(*keras.utils.unpack_x_y_sample_weight(args[-1]))
+        batch = keras.utils.unpack_x_y_sample_weight(args[-1])
+        weight = weight_of(self.model, self.optimizer.reduction, *batch)
         with no_masks(self.model), self.optimizer.weighted(weight):
             return self.step(*args)
-
-    @operation("Accumulate")
-    def weight(self, x: Tree, y: Tree, sample_weight: Tree) -> Array:
-        return weight_of(self.model, self.optimizer.reduction, x, y, sample_weight)
 
 
 class FlushAtEpochEnd(keras.callbacks.Callback):

@@ -128,6 +128,7 @@ def no_masks(model: Any) -> Iterator[None]:
         loss.steps.are_weighted = False
 
 
+@operation("Accumulate")
 def weight_of(model: Any, reduction: str, x: Tree, y: Tree, sample_weight: Tree) -> Array:
     """Computes the weight with which a window of microbatches equals one large batch, for a model's losses.
 

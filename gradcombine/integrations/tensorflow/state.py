@@ -47,7 +47,7 @@ class ReplicaState:
     Args:
       structure: tree structure of the state's levels.
       leaves: variables of the levels' leaves, each a variable or a list of one per replica.
-      resumed: function that is applied to a state after it is read, or None.
+      resumed: function that is applied to a state after it is read.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ReplicaState:
         structure: tree.Structure,
         leaves: Sequence[Leaf],
         position: dict[str, Tree],
-        resumed: Callable[[AccumulateState], AccumulateState] | None = None,
+        resumed: Callable[[AccumulateState], AccumulateState] = lambda state: state,
     ) -> None:
         self.window, self.position = window, position
         self._structure, self._variables = structure, list(leaves)
-        self._resumed = (lambda state: state) if resumed is None else resumed
+        self._resumed = resumed
         levels = tree.unflatten(structure, self._variables)
         adds = window.reduction.adds and not isinstance(levels, BinaryCounter)
         self._added = len(levels[0].value) if adds else 0
