@@ -217,9 +217,11 @@ class MultiSteps:
 
     def _skip_state(self, skip: Array, detail: Tree) -> Tree:
         """The detail of the skip function, with the decision added to it if `has_updated` needs that."""
-        if self._compat or _skip_flag(detail) is not None or not (isinstance(detail, Mapping) or detail == ()):
+        # Not detail == (), which raises for a JAX array.
+        extended = {} if isinstance(detail, tuple) and not detail else detail
+        if self._compat or _skip_flag(detail) is not None or not isinstance(extended, Mapping):
             return detail
-        return {**(detail or {}), "should_skip": skip}
+        return {**extended, "should_skip": skip}
 
 
 _ARGS_OF_ACCUMULATE = {"weight", "flush", "number"}

@@ -94,12 +94,13 @@ def test_defects_of_optax() -> None:
 
 DETAILS: dict[str, Any] = {
     "tuple": optax.ScaleByScheduleState(jnp.int32(7)),
+    "array": jnp.int32(7),
     "dict": {"a": jnp.int32(7)},
     "empty": (),
 }
 FUNCTIONS = {name: lambda u, step, params, d=d: (jnp.isnan(u["w"]).any(), d) for name, d in DETAILS.items()}
 SKIP = (optax.skip_not_finite, skip_not_finite, skip_not_finite(), *DETAILS)
-QUICK = [*((True, skip) for skip in ("tuple", "dict")), *((False, skip) for skip in SKIP[1:3])]
+QUICK = [*((True, skip) for skip in ("tuple", "dict")), *((False, skip) for skip in (*SKIP[1:3], "array"))]
 
 
 @pytest.mark.parametrize(("compat", "skip"), cases(QUICK, (True, False), SKIP))
@@ -112,12 +113,12 @@ def test_has_updated_is_false_after_a_microbatch_that_was_left_out(compat: bool,
     assert firsts == theirs == [0, -3, 0, 0, 0, -7]
     assert their_updated == [False, True, True, False, False, True]
     # `has_updated` sees only the state.
-    silent = skip == "tuple" or (isinstance(skip, str) and compat)
+    silent = skip in ("tuple", "array") or (isinstance(skip, str) and compat)
     assert updated == (their_updated if silent else [False, True, False, False, False, True])
     if detail:
         kept = states[0].skip_state
-        assert (kept["a"] if skip == "dict" else kept.count) == 7
-    if compat or not isinstance(skip, str) or skip == "tuple":
+        assert (kept["a"] if skip == "dict" else kept if skip == "array" else kept.count) == 7
+    if compat or not isinstance(skip, str) or skip in ("tuple", "array"):
         assert jax.tree.structure(states) == jax.tree.structure(their_states)
 
 
