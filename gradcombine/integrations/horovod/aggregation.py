@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine import reductions
-from gradcombine.backends.registry import load
+from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import (
     MOST,
     GradCombineError,
@@ -163,7 +163,7 @@ class LocalGradientAggregation(WithSeen):
             with within(f"[{i}]"):
                 if not isinstance(x, (tf.Tensor, tf.Variable, np.ndarray)):
                     raise invalid("a tensor, tf.IndexedSlices or None", shown(x))
-                gradients[i] = load("tensorflow").asarray(x)
+                gradients[i] = BACKEND.asarray(x)
         if self._sparse_as_dense:
             gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
         if self._k == 1:
@@ -320,7 +320,7 @@ def _like(reduced: Any, gradient: Leaf) -> Leaf:
     if not is_sparse:
         if not isinstance(reduced, (tf.Tensor, tf.Variable, np.ndarray)):
             raise invalid("a tensor or tf.IndexedSlices from allreduce", shown(reduced))
-        reduced = load("tensorflow").asarray(reduced)
+        reduced = BACKEND.asarray(reduced)
     has_shape = is_sparse or isinstance(gradient, tf.IndexedSlices) or reduced.shape.is_compatible_with(gradient.shape)
     if reduced.dtype != gradient.dtype or not has_shape:
         received = f"{reduced.dtype.name} of shape {reduced.shape}"
@@ -336,9 +336,8 @@ def _divided(gradient: Leaf, divisor: Scalar) -> Array:
         return sparse.with_values(gradient, _divided(gradient.values, divisor))
     if not (gradient.dtype.is_floating or gradient.dtype.is_complex):
         raise invalid("float or complex gradients, to divide them", gradient.dtype.name)
-    backend = load("tensorflow")
     dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
-    return backend.divide(gradient, backend.cast(tf.convert_to_tensor(divisor), dtype))
+    return BACKEND.divide(gradient, BACKEND.cast(tf.convert_to_tensor(divisor), dtype))
 
 
 def _done(applied: bool, results: Any) -> tf.Tensor:

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from gradcombine import reductions, tree, wires
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import is_absent, load, resolve
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import (
     GradCombineError,
     invalid,
@@ -192,13 +193,12 @@ class AllReduce:
     def _sparse(self, slices: tf.IndexedSlices, path: str, included: Array) -> tf.IndexedSlices:
         if self._op not in ("average", "sum"):
             raise invalid(f"dense gradients for {self._op!r}, or sparse_as_dense", "sparse", path)
-        backend = load("tensorflow")
-        values = _times(backend, slices.values, self._prescale, path)
+        values = _times(BACKEND, slices.values, self._prescale, path)
         gathered = sparse.gather(self._over, sparse.with_values(slices, values), included)
         if self._op == "average":
-            divisor = backend.full((), self.size(), backend.dtype(values))
-            gathered = sparse.with_values(gathered, backend.divide(gathered.values, divisor))
-        gathered = sparse.with_values(gathered, _times(backend, gathered.values, self._postscale, path))
+            divisor = BACKEND.full((), self.size(), BACKEND.dtype(values))
+            gathered = sparse.with_values(gathered, BACKEND.divide(gathered.values, divisor))
+        gathered = sparse.with_values(gathered, _times(BACKEND, gathered.values, self._postscale, path))
         return gathered if included is None else sparse.choose(included > 0, gathered, slices)
 
     def _included(self, backend: Backend, leaves: list[Leaf]) -> Array | None:

@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from gradcombine import reductions, tree
+from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying, vjp_by_name
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import load
 from gradcombine.denominators import Terms
 from gradcombine.errors import invalid, require_given, require_one, require_tuple, translate_errors, type_name
 from gradcombine.integrations.jax.arrays import examples
@@ -218,7 +218,7 @@ class Objective:
         if jax.tree.leaves(output.aux):
             require_no_mean_of_ratios(self.aux_reduction, output.aux)
             parts["aux"] = jax.tree.map(jnp.asarray, output.aux)
-        known, carry = Static(parse(load("jax"), weight).known), jax.tree.map(jnp.asarray, output.carry)
+        known, carry = Static(parse(BACKEND, weight).known), jax.tree.map(jnp.asarray, output.carry)
         return Contribution(parts, weight, known, carry, form)
 
     def marked(self, args: Sequence[Tree]) -> list[Tree]:
@@ -389,8 +389,8 @@ class _WithNorms(Wrapper):
 
 
 def _norm(gradients: Tree) -> Array:
-    return global_norm(load("jax"), *tree.flatten(gradients))
+    return global_norm(BACKEND, *tree.flatten(gradients))
 
 
 def _as_array(weight: Scalar, dtype: DType = np.float32) -> Array:
-    return parse(backend := load("jax"), weight).cast(backend, np.dtype(dtype))
+    return parse(BACKEND, weight).cast(BACKEND, np.dtype(dtype))

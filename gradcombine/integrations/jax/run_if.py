@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
-from gradcombine.backends.registry import load
+from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.integrations.jax.on_replicas import align, is_aligned
 from gradcombine.types import Array, Tree
 
@@ -32,7 +32,7 @@ def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
     if not isinstance(condition, Tracer):
         return _run_if_concrete(condition, run, kept)
     branch = _Branch(run, kept)
-    flat = load("jax").custom_derivative(branch.loop, branch.conditional, [condition, *branch.arguments])
+    flat = BACKEND.custom_derivative(branch.loop, branch.conditional, [condition, *branch.arguments])
     return branch.results(flat)
 
 
@@ -82,7 +82,7 @@ class _Branch:
     def _constants_and_operands(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
         """Arrays that ``run`` closes over; and what the branch returns: ``kept``, and zeros for the metrics."""
         metrics = jax.tree.leaves(self._specs[1])
-        zeros = align([load("jax").full(spec.shape, 0, spec.dtype, [spec]) for spec in metrics], metrics)
+        zeros = align([BACKEND.full(spec.shape, 0, spec.dtype, [spec]) for spec in metrics], metrics)
         return arrays[: self._n_constants], [*arrays[self._n_constants :], *zeros]
 
     def _run(self, constants: Sequence[Array], operands: list[Array]) -> list[Array]:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.registry import load
+from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry, with_jax_arrays
 from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
@@ -112,11 +112,10 @@ def weighed_iterations(
     weigh: Callable[[tuple[Tree, Array]], Tree], examples: Tree, numbers: Array
 ) -> tuple[Iteration, Array]:
     """Iterations over stacked microbatches of weight ``weigh((microbatch, number))``; and whether all weights are 0."""
-    backend = load("jax")
 
     def weighed(x: tuple[Tree, Array]) -> tuple[Array, Array]:
         weight = jnp.asarray(weigh(x))
-        return weight, jnp.asarray(parse(backend, weight).zero)
+        return weight, jnp.asarray(parse(BACKEND, weight).zero)
 
     weights, zeros = jax.lax.map(weighed, (examples, numbers))
     return Iteration(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()

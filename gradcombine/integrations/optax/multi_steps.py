@@ -14,7 +14,8 @@ import optax
 
 import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.registry import load, require_scalar
+from gradcombine.backends.jax_backend import BACKEND
+from gradcombine.backends.registry import require_scalar
 from gradcombine.errors import invalid, operation, require_type, shown, translate_errors
 from gradcombine.integrations.jax.arrays import (
     STABLE_STATE,
@@ -260,7 +261,7 @@ class Sums:
         del emit
         window = self._restored(grads, accumulators, mini_step)
         # A full window is not cleared; the next microbatch starts from an empty one instead.
-        window = tree.select(load("jax"), mini_step == 0, self._reduction.clear(window), window)
+        window = tree.select(BACKEND, mini_step == 0, self._reduction.clear(window), window)
         window = self._reduction.update(window, grads)
         return window, window.value
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from gradcombine import tree
-from gradcombine.backends.registry import load, require_scalar
+from gradcombine.backends.jax_backend import BACKEND
+from gradcombine.backends.registry import require_scalar
 from gradcombine.errors import invalid, operation, require_tuple, shown, translate_errors, within
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Scalar, Tree
@@ -133,11 +134,11 @@ def first_detail(skip: Skip, params: Tree) -> Tree:
 
 def _gradients(updates: Tree) -> list[Array]:
     """The present leaves as arrays; raises for dtypes that are not numeric."""
-    backend, gradients = load("jax"), list[Array]()
+    gradients = list[Array]()
     for path, leaf in tree.present(updates):
         with within(path):
-            gradients.append(backend.asarray(leaf))
-            dtype = backend.dtype(leaf)
+            gradients.append(BACKEND.asarray(leaf))
+            dtype = BACKEND.dtype(leaf)
             if dtypes.kind(dtype) not in dtypes.NUMERIC:
                 raise invalid("gradients of numbers", dtype)
     return gradients
