@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
@@ -73,14 +74,6 @@ def valid(name: str, value: object) -> Any:
     return FIELDS[name](value)
 
 
-def integer(expected: str, lowest: int = 1, highest: int = MOST) -> Check:
-    return lambda value: require_integer(expected, value, lowest, highest)
-
-
-def number(expected: str, lowest: float) -> Check:
-    return lambda value: require_number(expected, value, lowest)
-
-
 def one_of(expected: str, literal: object) -> Check:
     """A check for the strings of a Literal type; ``{}`` in ``expected`` stands for their list."""
     names = get_args(literal)
@@ -92,24 +85,8 @@ def one_of(expected: str, literal: object) -> Check:
     return check
 
 
-def flag(name: str) -> Check:
-    return lambda value: require_flag(name, value)
-
-
-def path(expected: str) -> Check:
-    return lambda value: require_path(expected, value)
-
-
-def function(expected: str) -> Check:
-    return lambda value: require_function(expected, value)
-
-
 def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
-
-
-def or_function(check: Check) -> Check:
-    return lambda value: value if callable(value) else check(value)
 
 
 def _reduction(value: Any) -> Any:
@@ -132,7 +109,7 @@ def collective(expected: str) -> Check:
 
 
 EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (in int32)"
-LENGTH = integer(EXPECTED_LENGTH)
+LENGTH = partial(require_integer, EXPECTED_LENGTH)
 
 UNTIL_FLUSH = MOST
 """The ``every`` of a window that only a flush ends."""
@@ -155,28 +132,29 @@ _FLAGS = (
     "unique",
     "use_grad_mean",
 )
+_SKIP = optional(partial(require_function, "a skip function, or None"))
 _FUNCTIONS = ("allreduce", "finalize", "gradients", "init", "loss", "merge", "update")
 
 FIELDS: Mapping[str, Check] = {
-    **{name: flag(name) for name in _FLAGS},
-    **{name: function(f"a function as {name}") for name in _FUNCTIONS},
-    "capacity": integer("a capacity of 1 row or more", highest=2**63 - 1),
-    "every": or_function(LENGTH),
-    "folder": path("a folder"),
-    "holder": integer("a holder, from 0", 0),
-    "index": integer("the index of a window, from 0", 0),
+    **{name: partial(require_flag, name) for name in _FLAGS},
+    **{name: partial(require_function, f"a function as {name}") for name in _FUNCTIONS},
+    "capacity": partial(require_integer, "a capacity of 1 row or more", highest=2**63 - 1),
+    "every": lambda value: value if callable(value) else LENGTH(value),
+    "folder": partial(require_path, "a folder"),
+    "holder": partial(require_integer, "a holder, from 0", lowest=0),
+    "index": partial(require_integer, "the index of a window, from 0", lowest=0),
     "max_every": optional(LENGTH),
-    "max_norm": number("a positive and finite max_norm", np.nextafter(0, 1)),
-    "microbatches": integer("from 1 to 2**24 microbatches", highest=MOST_MICROBATCHES),
+    "max_norm": partial(require_number, "a positive and finite max_norm", lowest=np.nextafter(0, 1)),
+    "microbatches": partial(require_integer, "from 1 to 2**24 microbatches", highest=MOST_MICROBATCHES),
     "order": one_of("order 'sequential' or 'tree'", Order),
     "over": collective("a collective: LOCAL, jax_axis(name) or tf_replicas()"),
     "overflow": one_of("overflow of {}", Overflow),
     "precision": one_of("a precision of {}", Precision),
     "reduction": _reduction,
-    "replicas": integer(f"from 1 to {MOST_REPLICAS} replicas", highest=MOST_REPLICAS),
-    "should_skip_update_fn": optional(function("a skip function, or None")),
-    "skip": optional(function("a skip function, or None")),
+    "replicas": partial(require_integer, f"from 1 to {MOST_REPLICAS} replicas", highest=MOST_REPLICAS),
+    "should_skip_update_fn": _SKIP,
+    "skip": _SKIP,
     "totals": optional(one_of("totals of {}, or None", Totals)),
-    "weight": optional(function("a function as weight")),
+    "weight": optional(partial(require_function, "a function as weight")),
 }
 """The check of each setting, by the setting's name."""
