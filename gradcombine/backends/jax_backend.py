@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
+from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split, primitive
 from gradcombine.backends.quotient import rounded_quotient
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, Leaf, Tree
@@ -28,6 +28,18 @@ from gradcombine.types import Array, Leaf, Tree
 class JaxBackend(Backend):
     name = "jax"
     differentiates = True
+    add = primitive(jnp.add)
+    total = primitive(jnp.sum)
+    product = primitive(jnp.multiply)
+    sqrt = primitive(jnp.sqrt)
+    where = primitive(jnp.where)
+    shift_left = primitive(jnp.left_shift)
+    shift_right = primitive(jnp.right_shift)
+    reshape = primitive(jnp.reshape)
+    stack = primitive(jnp.stack)
+    largest = primitive(partial(jnp.max, axis=-1, keepdims=True))
+    cumsum = primitive(partial(jnp.cumsum, dtype=jnp.int32))
+    slice_at = primitive(partial(lax.dynamic_index_in_dim, keepdims=False))
 
     def owns(self, leaf: Leaf) -> bool:
         return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or self.absent(leaf)
@@ -82,18 +94,6 @@ class JaxBackend(Backend):
             return array
         return _exactly(jnp.asarray(array).astype(_canonical(dtype)), dtype)
 
-    def add(self, a: Array, b: Array) -> Array:
-        return jnp.add(a, b)
-
-    def total(self, array: Array) -> Array:
-        return jnp.sum(array)
-
-    def largest(self, array: Array) -> Array:
-        return jnp.max(array, axis=-1, keepdims=True)
-
-    def product(self, a: Array, b: Array) -> Array:
-        return jnp.multiply(a, b)
-
     def scale(self, array: Array, weight: Array) -> Array:
         if jnp.iscomplexobj(array):
             return lax.complex(self.scale(array.real, weight), self.scale(array.imag, weight))
@@ -112,23 +112,11 @@ class JaxBackend(Backend):
             return _quotient(array, divisor)
         return self.traced_once(_differentiable_quotient, (), [array, divisor])[0]
 
-    def sqrt(self, array: Array) -> Array:
-        return jnp.sqrt(array)
-
-    def where(self, condition: Array, a: Array, b: Array) -> Array:
-        return jnp.where(condition, a, b)
-
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         if array.dtype.name.startswith("float6_"):
             raise invalid("a dtype of 4 bits or of bytes", array.dtype)
         parts = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
         return lax.bitcast_convert_type(parts, dtype)
-
-    def shift_left(self, a: Array, amount: Array | int) -> Array:
-        return jnp.left_shift(a, amount)
-
-    def shift_right(self, a: Array, amount: Array | int) -> Array:
-        return jnp.right_shift(a, amount)
 
     def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return _totals(kernel, static, tuple(arrays))
@@ -188,14 +176,8 @@ class JaxBackend(Backend):
     def argsort(self, keys: Array) -> Array:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
 
-    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return jnp.reshape(array, shape)
-
     def row_numbers(self, array: Array) -> Array:
         return jnp.arange(array.size, dtype=jnp.int32) // jnp.int32(array.shape[-1])
-
-    def cumsum(self, array: Array) -> Array:
-        return jnp.cumsum(array, dtype=jnp.int32)
 
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
         return jnp.searchsorted(ordered, keys).astype(jnp.int32)
@@ -234,12 +216,6 @@ class JaxBackend(Backend):
             return lax.scan(step, list(arrays[:n]), jnp.arange(most, dtype=count.dtype))[0]
 
         return self.custom_derivative(loop, bounded, [count, *carry, *constants])
-
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return jnp.stack(arrays)
-
-    def slice_at(self, array: Array, i: Array | int) -> Array:
-        return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
         array, row = _vary_alike([array, row], [array, row])

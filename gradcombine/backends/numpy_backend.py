@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from gradcombine.backends.protocol import Backend, Kernel
+from gradcombine.backends.protocol import Backend, Kernel, primitive
 from gradcombine.errors import invalid, shown
 from gradcombine.types import Array, Leaf
 
@@ -38,6 +39,15 @@ _BLOCK = 1 << 14
 class NumpyBackend(Backend):
     name = "numpy"
     differentiates = False
+    add = primitive(_SILENT(np.add))
+    product = primitive(_SILENT(np.multiply))
+    sqrt = primitive(_SILENT(np.sqrt))
+    where = primitive(np.where)
+    reshape = primitive(np.reshape)
+    stack = primitive(np.stack)
+    largest = primitive(partial(np.max, axis=-1, keepdims=True))
+    cumsum = primitive(partial(np.cumsum, dtype=np.int32))
+    take = primitive(partial(np.take, axis=0))
 
     def owns(self, leaf: Leaf) -> bool:
         if isinstance(leaf, (np.ndarray, np.generic, *_PYTHON_DTYPES)):
@@ -96,19 +106,8 @@ class NumpyBackend(Backend):
             return array.astype(np.float32).astype(dtype)
 
     @_SILENT
-    def add(self, a: Array, b: Array) -> Array:
-        return np.add(a, b)
-
-    @_SILENT
     def total(self, array: Array) -> Array:
         return np.sum(array, dtype=array.dtype)
-
-    def largest(self, array: Array) -> Array:
-        return np.max(array, axis=-1, keepdims=True)
-
-    @_SILENT
-    def product(self, a: Array, b: Array) -> Array:
-        return np.multiply(a, b)
 
     def scale(self, array: Array, weight: Array) -> Array:
         if np.iscomplexobj(array):
@@ -118,13 +117,6 @@ class NumpyBackend(Backend):
     @_SILENT
     def divide(self, array: Array, divisor: Array) -> Array:
         return _of_parts(np.divide, array, divisor) if np.iscomplexobj(array) else np.divide(array, divisor)
-
-    @_SILENT
-    def sqrt(self, array: Array) -> Array:
-        return np.sqrt(array)
-
-    def where(self, condition: Array, a: Array, b: Array) -> Array:
-        return np.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         native = self.dtype(array).newbyteorder("=")
@@ -174,20 +166,11 @@ class NumpyBackend(Backend):
     def argsort(self, keys: Array) -> Array:
         return np.argsort(keys, kind="stable").astype(np.int32)
 
-    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return np.reshape(array, shape)
-
     def row_numbers(self, array: Array) -> Array:
         return np.arange(array.size, dtype=np.int32) // np.int32(array.shape[-1])
 
-    def cumsum(self, array: Array) -> Array:
-        return np.cumsum(array, dtype=np.int32)
-
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
         return np.searchsorted(ordered, keys).astype(np.int32)
-
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return np.stack(arrays)
 
     def slice_at(self, array: Array, i: Array | int) -> Array:
         return array[i]
@@ -203,9 +186,6 @@ class NumpyBackend(Backend):
     def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         # A view that outlives this call would keep the full buffer alive.
         return [part.copy() for part in super().unpack(array, shapes)]
-
-    def take(self, array: Array, positions: Array) -> Array:
-        return np.take(array, positions, axis=0)
 
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
         inside, result = positions < len(array), np.array(array)

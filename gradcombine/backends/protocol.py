@@ -20,6 +20,9 @@ from gradcombine.types import Array, Leaf, Tree
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 """A module-level function: ``kernel(backend, *static, *arrays)``."""
 
+primitive: Any = staticmethod
+"""Makes a method from a framework's function; of type Any, because such functions name and type their parameters."""
+
 
 class Split(NamedTuple):
     """A container flattened one level deep."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
-from gradcombine.backends.protocol import Backend, Kernel, RowSlices
+from gradcombine.backends.protocol import Backend, Kernel, RowSlices, primitive
 from gradcombine.backends.tensorflow_functions import compiles, function, in_float32, in_loop, totals
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, DType, Leaf, Tree
@@ -25,15 +25,15 @@ from gradcombine.types import Array, DType, Leaf, Tree
 class TensorflowBackend(Backend):
     name = "tensorflow"
     differentiates = True
-    total = staticmethod(cast("Any", tf.reduce_sum))
-    sqrt = staticmethod(cast("Any", tf.sqrt))
-    argsort = staticmethod(partial(tf.argsort, stable=True))
-    cumsum = staticmethod(tf.cumsum)
-    search_sorted = staticmethod(tf.searchsorted)
-    stack = staticmethod(tf.stack)
-    reshape = staticmethod(cast("Any", tf.reshape))
-    largest = staticmethod(cast("Any", partial(tf.reduce_max, axis=-1, keepdims=True)))
-    slice_at = take = staticmethod(tf.gather)
+    total = primitive(tf.reduce_sum)
+    sqrt = primitive(tf.sqrt)
+    argsort = primitive(partial(tf.argsort, stable=True))
+    cumsum = primitive(tf.cumsum)
+    search_sorted = primitive(tf.searchsorted)
+    stack = primitive(tf.stack)
+    reshape = primitive(tf.reshape)
+    largest = primitive(partial(tf.reduce_max, axis=-1, keepdims=True))
+    slice_at = take = primitive(tf.gather)
 
     def owns(self, leaf: Leaf) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.TensorSpec, tf.IndexedSlices))
