@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve
-from gradcombine.errors import GradCombineError, invalid, not_of, operation
+from gradcombine.errors import invalid, not_of, operation, within
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described
@@ -80,13 +80,10 @@ class Treewise(Reduction):
         first = [cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(first)
         made_for, values = [tree.static_of(x) for x in first], list[Accumulator]()
-        try:
+        with within(lambda: structure.path(len(values))):
             for leaf, x, spec in zip(leaves, first, made_for, strict=True):
                 absent = spec.dtype is None
                 values.append(None if absent else self._empty(backend, spec.dtype, cell.shape(leaf), x))
-        except GradCombineError as error:
-            error.within(structure.path(len(values)))
-            raise
         present = [x for x, spec in zip(first, made_for, strict=True) if spec.dtype is not None]
         if not cell.takes_indices and any(spec.dtype is not None and spec.dtype.kind in "iu" for spec in made_for):
             require_dense(structure)
@@ -124,16 +121,13 @@ class Treewise(Reduction):
             return new if is_known else cell.masked(backend, zero, a, new)
 
         apply, updated = Small(backend, update_leaf) if cell.joins else update_leaf, list[Accumulator]()
-        try:
+        with within(lambda: flat.structure.path(len(updated))):
             for a, spec, leaf in zip(flat.values, flat.made_for, leaves, strict=True):
                 if leaf is not None and not backend.absent(leaf):
                     updated.append(apply(None, a, _checked(cell, backend, a, spec, leaf)))
                     continue
                 new = None if a is None else cell.idle(backend, a, w, totals)
                 updated.append(new if is_known or new is a else cell.masked(backend, zero, a, new))
-        except GradCombineError as error:
-            error.within(flat.structure.path(len(updated)))
-            raise
         if zero is True:
             return state
         if isinstance(apply, Small):
@@ -149,7 +143,7 @@ class Treewise(Reduction):
         flat, leaves, backend, w = self._flatten_all(state, value, weight)
         cell, zero, empty = self.cell, w.zero, self._empty_totals(backend, flat, state)
         terms = list[Array | None]()
-        try:
+        with within(lambda: flat.structure.path(len(terms))):
             for a, spec, leaf in zip(flat.values, flat.made_for, leaves, strict=True):
                 if leaf is None or backend.absent(leaf):
                     terms.append(None)
@@ -160,9 +154,6 @@ class Treewise(Reduction):
                     neutral = empty.once(dtype, partial(cell.empty, backend, (), dtype, term))
                     term = backend.where(zero, neutral, term)
                 terms.append(None if zero is True else term)
-        except GradCombineError as error:
-            error.within(flat.structure.path(len(terms)))
-            raise
         total, count = cell.add_weight(backend, empty.weight, w), empty.count + 1
         if zero is not False:
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
@@ -191,7 +182,7 @@ class Treewise(Reduction):
         columns = list(zip(*rows, strict=True))
         likes, present, made_for, empties = list[Leaf](), list[Leaf](), list[np.dtype | None](), list[Accumulator]()
         has_integers = False
-        try:
+        with within(lambda: structure.path(len(empties))):
             # Before the weights: raises for dtypes that `of_weights` does not support.
             for column in columns:
                 given = [x for x in column if x is not None]
@@ -205,9 +196,6 @@ class Treewise(Reduction):
                 made_for.append(dtype := backend.dtype(like))
                 has_integers = has_integers or dtype.kind in "iu"
                 empties.append(self._empty(backend, dtype, backend.shape(like), like))
-        except GradCombineError as error:
-            error.within(structure.path(len(empties)))
-            raise
         if has_integers:
             require_dense(structure)
         widest = dtypes.of_weights([dtype for dtype in made_for if dtype is not None])
@@ -224,7 +212,7 @@ class Treewise(Reduction):
             return cell.finish(backend, cell.update_many(backend, a, xs, parsed, order), totals, output)
 
         apply, results = Small(backend, combine_leaf) if cell.joins else combine_leaf, list[Leaf]()
-        try:
+        with within(lambda: structure.path(len(results))):
             for a, like, dtype, column in zip(empties, likes, made_for, columns, strict=True):
                 if dtype is None:
                     results.append(None if like is None else backend.make_absent(backend.shape(like)))
@@ -237,9 +225,6 @@ class Treewise(Reduction):
                     has_some = has_some or xs[-1] is not None
                 output = cell.settings.output(dtype)
                 results.append(apply(output, a, *xs) if has_some else cell.finish(backend, a, totals, output))
-        except GradCombineError as error:
-            error.within(structure.path(len(results)))
-            raise
         return tree.unflatten(structure, apply.results(results) if isinstance(apply, Small) else results)
 
     @operation()
@@ -254,15 +239,12 @@ class Treewise(Reduction):
             return cell.merge(backend, x, y, *totals)
 
         apply, values = Small(backend, merge_leaf) if cell.joins else merge_leaf, list[Accumulator]()
-        try:
+        with within(lambda: left.structure.path(len(values))):
             for x, y in zip(left.values, right.values, strict=True):
                 expected, received = summary(x), summary(y)
                 if expected != received:
                     raise invalid(f"a state of {expected}", received)
                 values.append(None if x is None else apply(None, x, y))
-        except GradCombineError as error:
-            error.within(left.structure.path(len(values)))
-            raise
         if isinstance(apply, Small):
             values = apply.results(values)
         return left.rebuild(a, values, cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
@@ -278,7 +260,7 @@ class Treewise(Reduction):
             return cell.finish(backend, a, totals, output)
 
         apply, results = Small(backend, finish) if cell.joins else finish, list[Leaf]()
-        try:
+        with within(lambda: flat.structure.path(len(results))):
             for a, spec in zip(flat.values, flat.made_for, strict=True):
                 if spec.dtype is None:
                     results.append(_absent(backend, spec))
@@ -286,9 +268,6 @@ class Treewise(Reduction):
                 if a is None:
                     raise invalid(f"an accumulator for contributions of {spec}", "none")
                 results.append(apply(cell.settings.output(spec.dtype), a))
-        except GradCombineError as error:
-            error.within(flat.structure.path(len(results)))
-            raise
         return tree.unflatten(flat.structure, apply.results(results) if isinstance(apply, Small) else results)
 
     @operation()
@@ -310,13 +289,10 @@ class Treewise(Reduction):
     def clear(self, state: State) -> State:
         flat = self._flatten(state)
         backend, values = resolve([*flat.arrays(), state.count]), list[Accumulator]()
-        try:
+        with within(lambda: flat.structure.path(len(values))):
             for a, spec in zip(flat.values, flat.made_for, strict=True):
                 empty = None if a is None else self._empty(backend, spec.dtype, self.cell.shape(a), parts(a)[0])
                 values.append(empty)
-        except GradCombineError as error:
-            error.within(flat.structure.path(len(values)))
-            raise
         totals = self._empty_totals(backend, flat, state)
         return flat.rebuild(state, values, totals.weight, totals.count)
 
