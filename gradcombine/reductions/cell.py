@@ -1,20 +1,22 @@
-"""The reduction of one leaf: the base class in which treewise reductions differ."""
+"""The reduction of one leaf, in which treewise reductions differ, and their states."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import shape_of
+from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, Leaf, Order, Tree
+from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
+from gradcombine.wires.wire import Wire
 
 Accumulator = Any
 """An array, or a NamedTuple of arrays, tuples of arrays and constants; the first array has the contributions' rank."""
@@ -229,3 +231,132 @@ def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
 
 def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
     return refilled(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
+
+
+class TreewiseState(NamedTuple):
+    """A partial result. Each reduction has its own subclass, to detect states of other reductions.
+
+    Attributes:
+      value: the tree of accumulators; a constant in the structure for a leaf without gradient.
+      weight: the sum of weights, a real scalar; for exact reductions, a NamedTuple of scalars.
+      count: int32 scalar, the number of contributions of nonzero weight.
+      dtypes: constants in the structure: for each leaf, the dtype of the contributions or "no gradient".
+    """
+
+    value: Tree
+    weight: Scalar
+    count: Array
+    dtypes: Tree
+
+
+@dataclass(eq=False, slots=True)
+class FlatState:
+    """A flattened state.
+
+    Attributes:
+      structure: the structure of ``dtypes``.
+      values: the accumulators; None for a leaf without gradient.
+      made_for: the constants of ``dtypes``, in the same order.
+    """
+
+    structure: tree.Structure
+    values: list[Accumulator | None]
+    made_for: list[Any]
+
+    def present(self) -> list[Accumulator]:
+        return [a for a in self.values if a is not None]
+
+    def arrays(self) -> list[Array]:
+        arrays: list[Array] = []
+        for a in self.values:
+            if isinstance(a, tuple):
+                arrays.extend(parts(a))
+            elif a is not None:
+                arrays.append(a)
+        return arrays
+
+    def rebuild(self, state: State, values: Sequence[Accumulator | None], weight: Scalar, count: Array) -> State:
+        """The state with these accumulators, weight and count."""
+        return state.__class__(self.value(values), weight, count, state.dtypes)
+
+    def value(self, values: Sequence[Accumulator | None]) -> Tree:
+        """The tree of these accumulators, with a constant for each None."""
+        leaves = list(values)
+        for i, spec in enumerate(self.made_for):
+            if leaves[i] is None:
+                leaves[i] = spec
+        return tree.unflatten(self.structure, leaves)
+
+
+def summary(a: Accumulator | None) -> str:
+    """Describes an accumulator for error messages."""
+    if a is None:
+        return "no gradient"
+    first = parts(a)[0]
+    text = f"shape {shape_of(first)} and dtype {dtype_of(first)}"
+    return f"{text} in {getattr(a, 'in_words', type(a).__name__)}" if first is not a else text
+
+
+def require_sendable(
+    wire: Wire, flat: FlatState, shape: Callable[[Leaf], tuple[int, ...]], leaves: Sequence[Leaf]
+) -> None:
+    """Raises for leaves that are not floats and that the wire does not keep uncompressed."""
+    for path, leaf, spec in zip(flat.structure.paths(), leaves, flat.made_for, strict=True):
+        is_float = spec.dtype is None or dtypes.kind(spec.dtype) == "float"
+        if not is_float and not wire.keeps(path, shape(leaf)):
+            raise invalid(f"a float leaf for {wire!r}, or one that its wide= keeps uncompressed", spec.dtype, path)
+
+
+class Small:
+    """Calls an elementwise function; defers calls on small leaves, to run them on the concatenated leaves.
+
+    The leaves of a call and its result have the same shape.
+
+    Args:
+      backend: the backend of the leaves.
+      function: ``function(static, *leaves)``, of accumulators, arrays and None.
+    """
+
+    def __init__(self, backend: Backend, function: Callable[..., Accumulator]) -> None:
+        self.backend, self.function = backend, function
+        self._calls: dict[tuple[Hashable, Hashable], list[_Call]] = {}
+
+    def __call__(self, static: Hashable, *leaves: Accumulator | None) -> Accumulator:
+        """The result, or a deferred call that `results` replaces by it."""
+        if not self.backend.prefers_joined(parts(leaves[0])[0]):
+            return self.function(static, *leaves)
+        held = [() if leaf is None else tuple(map(self.backend.asarray, parts(leaf))) for leaf in leaves]
+        call = _Call(leaves, held)
+        held_dtypes = tuple(tuple(array.dtype for array in arrays) for arrays in held)
+        self._calls.setdefault((static, held_dtypes), []).append(call)
+        return call
+
+    def results(self, values: Sequence[Accumulator]) -> list[Accumulator]:
+        """Runs the deferred calls, and replaces them among ``values`` by their results."""
+        done: dict[_Call, Accumulator] = {}
+        for (static, _), calls in self._calls.items():
+            done.update(zip(calls, self._run(static, calls), strict=True))
+        return [done[value] if isinstance(value, _Call) else value for value in values]
+
+    def _run(self, static: Hashable, calls: Sequence[_Call]) -> list[Accumulator]:
+        backend, like = self.backend, calls[0].leaves
+        if len(calls) == 1:
+            return [self.function(static, *like)]
+        columns = zip(*(call.held for call in calls), strict=True)
+        joined = [[self._join(arrays) for arrays in zip(*column, strict=True)] for column in columns]
+        pairs = zip(like, joined, strict=True)
+        leaves = (None if leaf is None else refilled(leaf, arrays) for leaf, arrays in pairs)
+        result = backend.joined(self.function, static, *leaves)
+        shapes = [backend.shape(call.held[0][0]) for call in calls]
+        pieces = [backend.unpack(array, shapes) for array in parts(result)]
+        return [refilled(result, arrays) for arrays in zip(*pieces, strict=True)]
+
+    def _join(self, arrays: Sequence[Array]) -> Array:
+        return self.backend.concat([self.backend.flat(array) for array in arrays])
+
+
+class _Call:
+    """A deferred call: its arguments, and the arrays of each."""
+
+    def __init__(self, leaves: tuple[Accumulator | None, ...], held: list[tuple[Array, ...]]) -> None:
+        self.leaves, self.held = leaves, held

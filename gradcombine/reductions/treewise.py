@@ -16,9 +16,19 @@ from gradcombine.errors import invalid, not_of, operation, within
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described
-from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled, where
-from gradcombine.reductions.small import Small
-from gradcombine.reductions.treewise_state import FlatState, TreewiseState, require_sendable, summary
+from gradcombine.reductions.cell import (
+    Accumulator,
+    Cell,
+    FlatState,
+    Small,
+    Totals,
+    TreewiseState,
+    parts,
+    refilled,
+    require_sendable,
+    summary,
+    where,
+)
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.sparse import require_dense
 from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
