@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import invalid, operation, require_equal, require_given, require_integer, within
+from gradcombine.errors import invalid, operation, require_equal, require_given, require_integer
 from gradcombine.formats.entry import holds_numbers
 from gradcombine.settings import check
 from gradcombine.types import Array, Leaf, Tree
@@ -101,20 +101,19 @@ def require_dense(structure: tree.Structure, path: str = "") -> None:
         require_dense(child, path + key)
 
 
-def require_rows(backend: Backend, slices: RowSlices, path: str = "") -> RowSlices:
+def require_rows(backend: Backend, slices: RowSlices) -> RowSlices:
     """Converts the slices to arrays of this backend; raises for shapes and dtypes that do not match."""
-    with within(path):
-        indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
-        dtype, vector, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
-        if dtype.kind not in "iu" or len(vector) != 1:
-            raise invalid("integer indices of shape (n,)", f"{dtype} of shape {vector}")
-        if not holds_numbers(np.dtype(backend.dtype(values))):
-            raise invalid("values that are numbers", backend.dtype(values))
-        require_equal("values of {} rows, one per index", vector[0], shape[0] if shape else 0)
+    indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
+    dtype, vector, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
+    if dtype.kind not in "iu" or len(vector) != 1:
+        raise invalid("integer indices of shape (n,)", f"{dtype} of shape {vector}")
+    if not holds_numbers(np.dtype(backend.dtype(values))):
+        raise invalid("values that are numbers", backend.dtype(values))
+    require_equal("values of {} rows, one per index", vector[0], shape[0] if shape else 0)
     return RowSlices(indices, values, slices.rows)
 
 
-def require_in_range(backend: Backend, indices: Array, rows: int, path: str = "") -> Array:
+def require_in_range(backend: Backend, indices: Array, rows: int) -> Array:
     """Raises for an index out of range; while tracing, returns the mask of the indices that are."""
     dtype = backend.dtype(indices)
     lowest, highest = (backend.full((), bound, dtype) for bound in (0, min(rows, np.iinfo(dtype).max)))
@@ -122,7 +121,7 @@ def require_in_range(backend: Backend, indices: Array, rows: int, path: str = ""
     mask = backend.concrete(outside)
     if mask is not None and mask.any():
         wrong = np.asarray(backend.concrete(indices))[mask]
-        raise invalid(f"indices from 0 to {rows}", int(wrong[0]), path)
+        raise invalid(f"indices from 0 to {rows}", int(wrong[0]))
     return outside
 
 

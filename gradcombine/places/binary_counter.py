@@ -17,15 +17,15 @@ from gradcombine.reductions.feedback import residuals
 from gradcombine.types import Array, BinaryCounter, Leaf, State
 
 
-def empty(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
+def empty(state: State, depth: int) -> BinaryCounter:
     """A counter without contributions, of ``depth`` levels; ``state`` is an empty state of the reduction."""
     if residuals(state):
         raise invalid("order 'sequential' for residuals", "tree")
     backend = resolve(tree.flatten(state)[0])
-    return of_levels(reduction, [state] * depth, backend.full((), 0, INT32))
+    return of_levels([state] * depth, backend.full((), 0, INT32))
 
 
-def of_levels(reduction: Reduction, levels: Sequence[State], filled: Array) -> BinaryCounter:
+def of_levels(levels: Sequence[State], filled: Array) -> BinaryCounter:
     """A counter of these levels, lowest first."""
     _, structure, backend = _flatten(levels[0])
     columns = zip(*(tree.flatten_as(structure, state) for state in levels), strict=True)
@@ -36,7 +36,7 @@ def deeper(reduction: Reduction, counter: BinaryCounter, depth: int) -> BinaryCo
     """Adds levels on top, up to ``depth``; only for a counter that has room left in its last level."""
     old = depth_of(counter)
     levels = [*(level(counter, i) for i in range(old)), *[cleared(reduction, counter)] * (depth - old)]
-    return of_levels(reduction, levels, counter.filled)
+    return of_levels(levels, counter.filled)
 
 
 def depth_of(counter: BinaryCounter) -> int:
@@ -60,7 +60,7 @@ def holding(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
     """A counter whose total is ``state``, of any number of contributions: it is the last level."""
     # The other levels are cleared copies of it: if a merged state is replicated, all of the counter is.
     levels = [*[reduction.clear(state)] * (depth - 1), state]
-    return of_levels(reduction, levels, np.asarray(2 ** (depth - 1), INT32))
+    return of_levels(levels, np.asarray(2 ** (depth - 1), INT32))
 
 
 def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryCounter:

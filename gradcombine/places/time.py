@@ -98,7 +98,7 @@ def accumulate(
     def init(like: Tree) -> AccumulateState:
         part = reduction.init(like)
         backend = resolve([*tree.flatten(like)[0], *tree.flatten(part)[0]])
-        levels = (part,) if depth == 1 else binary_counter.empty(reduction, part, depth)
+        levels = (part,) if depth == 1 else binary_counter.empty(part, depth)
         return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
     def is_full(state: AccumulateState) -> Array:

@@ -116,7 +116,7 @@ def _merge_levels(reduction: Reduction, counters: list[BinaryCounter], like: Lea
         fold_pairwise(reduction.merge, [binary_counter.level(counter, i) for counter in counters])
         for i in range(binary_counter.depth_of(like))
     )
-    return binary_counter.of_levels(reduction, [*[empty] * shift, *merged], like.filled * 2**shift)
+    return binary_counter.of_levels([*[empty] * shift, *merged], like.filled * 2**shift)
 
 
 def _merge_windows(
