@@ -75,18 +75,7 @@ def sum(
     >>> gc.combine(gc.reductions.sum(), [np.float32([1, 2]), np.float32([3, 4])], weights=[1, 10])
     array([31., 42.], dtype=float32)
     """
-    check(precision=precision)
-    settings = dtypes.Settings(dtype, output_dtype)
-    if precision == "compensated":
-        cell = Compensated("sum", settings, divides=False)
-        return Treewise(cell, CompensatedSumState, wire=wire, precision=precision)
-    if precision == "exact":
-        _require_exact_exchange(dtype, wire)
-        cell = Exact("sum", settings, divides=False, spills=_needs_spills(max_terms))
-        derivative = sum(output_dtype=output_dtype)
-        return Treewise(cell, ExactSumState, derivative=derivative, precision=precision, max_terms=cell.room)
-    cell = Added("sum", ("float", "complex", "integer"), False, settings)
-    return Treewise(cell, SumState, wire=wire)
+    return _sum_or_mean("sum", precision, dtype, output_dtype, wire, max_terms)
 
 
 @operation("mean")
@@ -117,29 +106,31 @@ def mean(
     >>> gc.combine(gc.reductions.mean(), [np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
+    return _sum_or_mean("mean", precision, dtype, output_dtype, wire, max_terms)
+
+
+_STATES: dict[str, dict[Precision, type[TreewiseState]]] = {
+    "sum": {"fast": SumState, "compensated": CompensatedSumState, "exact": ExactSumState},
+    "mean": {"fast": MeanState, "compensated": CompensatedMeanState, "exact": ExactMeanState},
+}
+
+
+def _sum_or_mean(
+    name: str, precision: Precision, dtype: DType, output_dtype: DType, wire: Wire | None, max_terms: int
+) -> Treewise:
     check(precision=precision)
-    settings = dtypes.Settings(dtype, output_dtype)
+    settings, state, divides = dtypes.Settings(dtype, output_dtype), _STATES[name][precision], name == "mean"
+    flags = {"scales_by_weight": divides, "divides": divides}
     if precision == "compensated":
-        cell = Compensated("mean", settings, divides=True)
-        return Treewise(cell, CompensatedMeanState, wire=wire, scales_by_weight=True, divides=True, precision=precision)
+        cell = Compensated(name, settings, divides)
+        return Treewise(cell, state, wire=wire, **flags, precision=precision)
     if precision == "exact":
-        _require_exact_exchange(dtype, wire)
-        cell = Exact("mean", settings, divides=True, spills=_needs_spills(max_terms))
-        derivative = mean(output_dtype=output_dtype)
-        details = {"precision": precision, "max_terms": cell.room}
-        return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **details)
-    cell = Added("mean", ("float", "complex"), True, settings)
-    return Treewise(cell, MeanState, wire=wire, scales_by_weight=True, divides=True)
-
-
-def _needs_spills(max_terms: int) -> bool:
-    """Whether exact sums of float32 need spill words; raises unless ``max_terms`` is an integer from 1 to 2**26."""
-    expected = f"max_terms from 1 to {SPILLED_CAPACITY}"
-    return require_integer(expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
-
-
-def _require_exact_exchange(dtype: DType, wire: Wire | None) -> None:
-    """Raises for settings that do not apply to precision "exact", whose accumulators are integers."""
-    if dtype is not None or wire is not None:
-        received = wire if dtype is None else dtype
-        raise invalid("no dtype and no wire for precision 'exact'", shown(received))
+        if dtype is not None or wire is not None:
+            received = wire if dtype is None else dtype
+            raise invalid("no dtype and no wire for precision 'exact'", shown(received))
+        terms = require_integer(f"max_terms from 1 to {SPILLED_CAPACITY}", max_terms, highest=SPILLED_CAPACITY)
+        cell = Exact(name, settings, divides, spills=terms > FLOAT32.capacity)
+        derivative = _sum_or_mean(name, "fast", None, output_dtype, None, max_terms)
+        return Treewise(cell, state, derivative=derivative, **flags, precision=precision, max_terms=cell.room)
+    kinds = ("float", "complex") if divides else ("float", "complex", "integer")
+    return Treewise(Added(name, kinds, divides, settings), state, wire=wire, **flags)
