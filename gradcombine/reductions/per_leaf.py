@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradcombine import tree
@@ -80,45 +80,38 @@ class PerLeaf(Reduction):
     @operation()
     def init(self, like: Tree) -> PerLeafState:
         likes = tree.split_as(self.prefix, like)
-        return PerLeafState(self._each(_call("init"), likes))
+        return PerLeafState(self._each("init", likes))
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> PerLeafState:
         values = tree.split_as(self.prefix, value)
         leaves, _ = tree.flatten(value)
         present = presence(resolve([*leaves, weight]), weight)
-
-        def updated(member: Reduction, part: State, value: Tree) -> State:
-            return member.update(part, value, weight if member.scales_by_weight else present)
-
-        return PerLeafState(self._each(updated, self._parts(state), values))
+        weights = [weight if member.scales_by_weight else present for member in self.members]
+        return PerLeafState(self._each("update", self._parts(state), values, weights))
 
     @operation()
     def finalize(self, state: State) -> Tree:
-        finished = self._each(_call("finalize"), self._parts(state))
-        return tree.unflatten(self.prefix, finished)
+        return tree.unflatten(self.prefix, self._each("finalize", self._parts(state)))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> PerLeafState:
-        def merged(member: Reduction, part: State) -> State:
-            return member.all_merge(part, collective, order)
-
-        return PerLeafState(self._each(merged, self._parts(state)))
+        return PerLeafState(self._each("all_merge", self._parts(state), collective=collective, order=order))
 
     @operation()
     def merge(self, a: State, b: State) -> PerLeafState:
-        return PerLeafState(self._each(_call("merge"), self._parts(a), self._parts(b)))
+        return PerLeafState(self._each("merge", self._parts(a), self._parts(b)))
 
     @operation()
     def clear(self, state: State) -> PerLeafState:
-        return PerLeafState(self._each(_call("clear"), self._parts(state)))
+        return PerLeafState(self._each("clear", self._parts(state)))
 
-    def _each(self, function: Callable[..., Tree], *columns: Sequence[Tree]) -> tuple[Tree, ...]:
-        """Applies a function to each member and its parts; errors have the path of the member."""
+    def _each(self, method: str, *columns: Sequence[Tree], **settings: object) -> tuple[Tree, ...]:
+        """Calls a method of each member with its part of each column; errors have the path of the member."""
         results: list[Tree] = []
         for path, member, *row in zip(self.prefix.paths(), self.members, *columns, strict=True):
             with within(path):
-                results.append(function(member, *row))
+                results.append(getattr(member, method)(*row, **settings))
         return tuple(results)
 
     def _parts(self, state: State) -> tuple[State, ...]:
@@ -126,12 +119,3 @@ class PerLeaf(Reduction):
         if len(parts) != len(self.members):
             raise invalid(f"a state of {len(self.members)} parts", len(parts))
         return parts
-
-
-def _call(name: str) -> Callable[..., Tree]:
-    """A function that calls the method of this name."""
-
-    def call(member: Reduction, *row: Tree) -> Tree:
-        return getattr(member, name)(*row)
-
-    return call

@@ -117,7 +117,7 @@ _STATES: dict[str, dict[Precision, type[TreewiseState]]] = {
 
 def _sum_or_mean(
     name: str, precision: Precision, dtype: DType, output_dtype: DType, wire: Wire | None, max_terms: int
-) -> Treewise:
+) -> Reduction:
     check(precision=precision)
     settings, state, divides = dtypes.Settings(dtype, output_dtype), _STATES[name][precision], name == "mean"
     flags = {"scales_by_weight": divides, "divides": divides}
