@@ -51,8 +51,7 @@ def static_dtype(dtype: str | np.dtype[Any], shape: tuple[int, ...] | None = Non
     (float32, dtype(bfloat16), float32_2x3)
     """
     resolved: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
-    name = str(resolved) if shape is None else "_".join([str(resolved), "x".join(map(str, shape))])
-    return _constant(name, dtype=resolved, shape=shape)
+    return _constant(str(resolved), dtype=resolved, shape=shape)
 
 
 @cache
@@ -62,8 +61,7 @@ def static_absence(shape: tuple[int, ...] | None = None) -> Any:
     >>> static_absence(), static_absence((2, 3))
     (no_gradient, no_gradient_2x3)
     """
-    name = "no_gradient" if shape is None else "_".join(["no_gradient", "x".join(map(str, shape))])
-    return _constant(name, shape=shape)
+    return _constant("no_gradient", shape=shape)
 
 
 @cache
@@ -80,6 +78,8 @@ def static_rows(rows: int) -> Any:
 def _constant(
     name: str, dtype: np.dtype | None = None, shape: tuple[int, ...] | None = None, rows: int | None = None
 ) -> Any:
+    if shape is not None:
+        name = f"{name}_{'x'.join(map(str, shape))}"
     attributes = {"__slots__": (), "dtype": dtype, "shape": shape, "rows": rows}
     return type(name, (Static, NamedTuple("Constant", [])), attributes)()
 
