@@ -14,11 +14,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from gradcombine.backends.protocol import Backend, Split
 from gradcombine.backends.registry import (
     LEAF_TYPES,
+    NUMPY_TYPES,
     dtype_of,
     in_words,
     is_absent,
@@ -101,7 +100,6 @@ LEAF = Structure()
 MOST_LEVELS = 100
 """Maximal depth of nested containers; bounds the recursion for a tree that contains itself."""
 _DIFFERENCES_NAMED = 3
-_NUMPY_LEAVES = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Leaf], Structure]:
@@ -303,7 +301,7 @@ def _split(node: Tree) -> Split | None:
         return None
     backend = owner(node)
     # The NumPy backend owns all objects with a dtype and a shape, even registered nodes such as flax.nnx.Variable.
-    if backend is not None and (backend.name != "numpy" or isinstance(node, _NUMPY_LEAVES)):
+    if backend is not None and (backend.name != "numpy" or isinstance(node, NUMPY_TYPES)):
         return None
     if isinstance(node, Iterator):  # JAX warns about iterators
         return None

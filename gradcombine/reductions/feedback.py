@@ -92,20 +92,17 @@ class FedBack(Wrapper):
         return FedBackState(state, self._zeros(state))
 
     def _zeros(self, state: TreewiseState) -> Tree:
-        structure = tree.flatten(state.dtypes, tree.is_static)[1]
+        structure, wire = tree.flatten(state.dtypes, tree.is_static)[1], self.of.wire
+        assert wire is not None
         accumulators = tree.split_as(structure, state.value)
 
         def zeros(path: str, a: Any) -> Any:
-            if isinstance(a, tree.Static) or self._wire.keeps(path, tuple(a.shape)):
+            if isinstance(a, tree.Static) or wire.keeps(path, tuple(a.shape)):
                 return None
             backend = resolve([a])
             return backend.full(backend.shape(a), -0.0, dtypes.FLOAT32, [a])
 
         return tree.unflatten(structure, map(zeros, structure.paths(), accumulators))
-
-    @property
-    def _wire(self) -> Any:
-        return self.of.wire
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
