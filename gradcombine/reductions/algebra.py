@@ -176,7 +176,10 @@ class Wrapper(Reduction):
 
     Attributes:
       of: the wrapped reduction.
+      call: the function that makes it, for the description; empty: the name of the class.
     """
+
+    call = ""
 
     def __init__(self, of: Reduction) -> None:
         check(reduction=of)
@@ -211,7 +214,7 @@ class Wrapper(Reduction):
 
     @property
     def description(self) -> str:
-        return f"{type(self).__name__.lower()}({self.of.description})"
+        return described(self.call or type(self).__name__.lower(), self.of.description)
 
     @property
     def derivative(self) -> Reduction | None:

@@ -13,7 +13,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Wrapper, described
+from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.cell import parts
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.settings import check
@@ -81,10 +81,7 @@ class FedBack(Wrapper):
     """See `fed_back`."""
 
     of: Treewise
-
-    @property
-    def description(self) -> str:
-        return described("fed_back", self.of.description)
+    call = "fed_back"
 
     @operation()
     def init(self, like: Tree) -> State:

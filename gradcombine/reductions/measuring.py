@@ -9,7 +9,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import operation, require_type
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper, described
+from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.numbered import Numbered, without_numbers
 from gradcombine.reductions.per_leaf import per_leaf
@@ -94,13 +94,11 @@ def measured(reduction: Reduction) -> Reduction:
 class MeasuredReduction(Wrapper):
     """See `measured`."""
 
+    call = "measured"
+
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
         self.name = f"measured({of.name})"
-
-    @property
-    def description(self) -> str:
-        return described("measured", self.of.description)
 
     @operation()
     def init(self, like: Tree) -> MeasuredState:

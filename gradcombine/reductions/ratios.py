@@ -10,7 +10,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import invalid, operation, require_items, require_type, shown, within
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Wrapper, described
+from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.numbered import numbered, without_numbers
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.sums import mean as mean_
@@ -74,13 +74,11 @@ def _ratio(mean: Reduction) -> Reduction:
 class RatioReduction(Wrapper):
     """See `ratio`."""
 
+    call = "ratio"
+
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
         self.name, self.scales_by_weight = "ratio", False
-
-    @property
-    def description(self) -> str:
-        return described("ratio", self.of.description)
 
     @operation()
     def init(self, like: Ratio) -> State:

@@ -261,9 +261,7 @@ def sparse_as_dense(reduction: Reduction) -> Reduction:
 class SparseAsDense(OnContributions):
     """See `sparse_as_dense`."""
 
-    @property
-    def description(self) -> str:
-        return described("sparse_as_dense", self.of.description)
+    call = "sparse_as_dense"
 
     @operation()
     def init(self, like: Tree) -> State:
