@@ -8,13 +8,11 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.exact.digits import grid_for
 from gradcombine.reductions.plain import Plain
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.types import Array, DType
 from gradcombine.wires.wire import Wire
-
-_EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
-"""The integer dtype of a float's bits, and the mask of its exponent field, by the size of the float."""
 
 
 class AdasumState(TreewiseState):
@@ -103,6 +101,6 @@ def _power_of_two(backend: Backend, x: Array) -> Array:
     """
     zero = backend.full((), 0, backend.dtype(x))
     size = backend.total(backend.where(x < zero, -x, x))
-    integer, exponent = _EXPONENT[backend.dtype(x).itemsize]
-    bits = backend.bitcast(size, integer) & backend.full((), exponent, integer)
-    return backend.bitcast(bits, backend.dtype(x))
+    grid = grid_for(backend.dtype(x))
+    exponent = backend.bitcast(size, grid.word) & backend.full((), grid.infinity, grid.word)
+    return backend.bitcast(exponent, backend.dtype(x))
