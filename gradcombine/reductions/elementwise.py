@@ -91,7 +91,7 @@ def elementwise(
         raise invalid("a name", shown(name))
     finalize = _identity if finalize is None else finalize
     check(update=update, merge=merge, finalize=finalize)
-    if not callable(empty) and not _are_numbers(empty):
+    if not callable(empty) and not all(isinstance(x, Number) for x in parts(empty)):
         raise invalid("a number, a tuple of numbers or a function as empty", shown(empty))
     expected = f"kinds among {list(_KINDS)}"
     accepted = [] if isinstance(kinds, str) else require_items(expected, kinds)
@@ -102,13 +102,6 @@ def elementwise(
     settings = dtypes.Settings(dtype, output_dtype)
     cell = _UserCell(name, tuple(accepted), settings, empty, update, merge, finalize)
     return Treewise(cell, _state_class(name), scales_by_weight=valid("scales_by_weight", scales_by_weight))
-
-
-def _are_numbers(empty: Any) -> bool:
-    try:
-        return all(isinstance(x, Number) for x in parts(empty))
-    except RecursionError:  # a tuple nested too deeply
-        return False
 
 
 @cache
