@@ -102,7 +102,7 @@ def accumulate(
         return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
     def is_full(state: AccumulateState) -> Array:
-        require_type("an AccumulateState", state, AccumulateState)
+        require_state(state)
         if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
             raise invalid(f"a state of {levels}", received)

@@ -193,7 +193,6 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     check(reduction=reduction)
     _require_faults(faults)
     if isinstance(state, AccumulateState):
-        require_state(state)
         empty = AccumulateState(cleared(reduction, state.levels), faults.step, faults.index)
     else:
         empty = reduction.clear(state)
