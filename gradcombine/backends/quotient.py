@@ -22,7 +22,6 @@ def rounded_quotient(
     shows how far the quotient is off. If an operand is zero, infinite or NaN, the result is that of ``divide``.
 
     Args:
-      backend: of the arrays.
       array: float32.
       divisor: float32, of the same shape or a scalar.
       divide: the machine's division.

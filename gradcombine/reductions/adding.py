@@ -123,7 +123,6 @@ def _added(
     """The kernel of `Added.update_many`.
 
     Args:
-      backend: the backend of the arrays.
       running: the accumulator dtype.
       order: the order of the additions.
       plan: whether each contribution has a factor; None for a missing contribution, which keeps its tree position.

@@ -28,7 +28,6 @@ def encode(backend: Backend, wire: Wire, x: Array, salt: Array = _NO_SALT) -> tu
     """Encodes float32 elements.
 
     Args:
-      backend: of the array.
       wire: the encoding.
       x: float32 of shape (rows, columns), where columns is a multiple of the wire's block.
       salt: int32 scalar that stochastic rounding hashes with the seed.

@@ -77,7 +77,6 @@ def all_sum(
     Decoded arrays are added in float32 in the canonical tree over ranks, and all replicas decode the same codes.
 
     Args:
-      backend: of the arrays.
       collective: over the replicas.
       wire: the encoding.
       paths: of ``arrays``.

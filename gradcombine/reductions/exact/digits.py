@@ -263,8 +263,6 @@ def _settled(backend: Backend, grid: Grid, tag: Array, total: Array, spilled: Ar
     """The settled slot s and its spill word.
 
     Args:
-      backend: the backend of the arrays.
-      grid: the grid of the words.
       tag: the tag of the slot.
       total: the sum of digits, above the bits of the tag.
       spilled: the spill word without tag.

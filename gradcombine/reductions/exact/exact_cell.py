@@ -236,8 +236,6 @@ def _deposit(
     """The kernel of `Exact.update_many`.
 
     Args:
-      backend: the backend of the arrays.
-      grid: the grid of the accumulator.
       size: the number of words of the accumulator.
       plan: for each weight, whether its type is an integer, and the number of its parts; no parts if it is known to be
         1.

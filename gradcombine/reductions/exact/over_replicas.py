@@ -48,7 +48,6 @@ def merged(
     """Merges the sums of all replicas by one exchange.
 
     Args:
-      backend: the backend of the arrays.
       collective: at most `MOST_REPLICAS` replicas.
       sums: the accumulators of this replica, and its sum of weights as the last one.
       tops: the `highest` levels of each sum.
@@ -113,8 +112,6 @@ def finish(
     """All-reduces sums or means in two words, to the dtype of the results.
 
     Args:
-      backend: the backend of the arrays.
-      collective: the replicas.
       leaves: for each leaf, its plan, the accumulator of this replica, the `highest` levels, and the result dtype.
       divisors: for each leaf, the divisor of a mean; empty for a sum.
     """

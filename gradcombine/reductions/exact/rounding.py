@@ -152,8 +152,6 @@ def finished(
     """The result of a sum, or of a mean if there is a divisor.
 
     Args:
-      backend: the backend of the arrays.
-      grid: the grid of the digits.
       wide: the sum of finite values.
       slot0: the first slot, whose tag shows values that are not finite.
       divisor: the arrays of a `Divisor`, or none.

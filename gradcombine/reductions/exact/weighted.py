@@ -119,8 +119,6 @@ def weighted(backend: Backend, grid: Grid, x: Array, parts: Sequence[Part], is_i
     """Multiplies a contribution by the parts of a weight: exactly if the weight is an integer, else rounded once.
 
     Args:
-      backend: the backend of the arrays.
-      grid: the grid of the digits.
       x: the contribution, in the float dtype of the grid.
       parts: the parts of the weight; empty for a weight that is known to be 1.
       is_integer: whether the type of the weight is an integer.
