@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split, primitive
+from gradcombine.backends.protocol import Backend, Iteration, Kernel, RowSlices, Split, ToArrays, primitive
 from gradcombine.backends.quotient import rounded_quotient
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, Leaf, Tree
@@ -139,12 +139,7 @@ class JaxBackend(Backend):
 
         return lax.while_loop(lambda state: state[0], body, (condition, carried))[1]
 
-    def custom_derivative(
-        self,
-        function: Callable[..., Sequence[Array]],
-        surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Leaf],
-    ) -> list[Array]:
+    def custom_derivative(self, function: ToArrays, surrogate: ToArrays, leaves: Sequence[Leaf]) -> list[Array]:
         traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         if not traced:
             return super().custom_derivative(function, surrogate, leaves)
@@ -190,12 +185,7 @@ class JaxBackend(Backend):
         return super().loop(condition, body, *carry)
 
     def repeat(
-        self,
-        count: Array,
-        body: Callable[[Array, list[Array], list[Array]], list[Array]],
-        carry: Sequence[Array],
-        constants: Sequence[Array],
-        most: int,
+        self, count: Array, body: Iteration, carry: Sequence[Array], constants: Sequence[Array], most: int
     ) -> list[Array]:
         known = self.concrete(count)
         if known is not None:

@@ -20,6 +20,12 @@ from gradcombine.types import Array, Leaf, Tree
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 """A module-level function: ``kernel(backend, *static, *arrays)``."""
 
+ToArrays: TypeAlias = Callable[..., Sequence[Array]]
+"""A function from leaves to arrays."""
+
+Iteration: TypeAlias = Callable[[Array, list[Array], list[Array]], list[Array]]
+"""One iteration of `Backend.repeat`: ``body(i, carry, constants)`` returns the new ``carry``."""
+
 primitive: Any = staticmethod
 """Makes a method from a framework's function; of type Any, because such functions name and type their parameters."""
 
@@ -205,12 +211,7 @@ class Backend(ABC):
         """
         return self.fused(kernel, static, arrays) if condition else tuple(arrays)
 
-    def custom_derivative(
-        self,
-        function: Callable[..., Sequence[Array]],
-        surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Leaf],
-    ) -> list[Array]:
+    def custom_derivative(self, function: ToArrays, surrogate: ToArrays, leaves: Sequence[Leaf]) -> list[Array]:
         """Computes ``function(*leaves)`` with the derivatives of ``surrogate``, in both modes and to every order.
 
         Args:
@@ -257,12 +258,7 @@ class Backend(ABC):
         return carry
 
     def repeat(
-        self,
-        count: Array,
-        body: Callable[[Array, list[Array], list[Array]], list[Array]],
-        carry: Sequence[Array],
-        constants: Sequence[Array],
-        most: int,
+        self, count: Array, body: Iteration, carry: Sequence[Array], constants: Sequence[Array], most: int
     ) -> list[Array]:
         """Runs ``carry = body(i, carry, constants)`` for ``i`` in ``range(count)``; differentiable.
 

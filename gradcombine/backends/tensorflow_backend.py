@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
-from gradcombine.backends.protocol import Backend, Kernel, RowSlices, primitive
+from gradcombine.backends.protocol import Backend, Iteration, Kernel, RowSlices, ToArrays, primitive
 from gradcombine.backends.tensorflow_functions import compiles, function, in_float32, in_loop, totals
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, DType, Leaf, Tree
@@ -205,12 +205,7 @@ class TensorflowBackend(Backend):
         # Under jit_compile a conditional would copy all arrays; a loop of zero iterations leaves them in place.
         return tf.while_loop(lambda due, *_: due, body, (condition, *arrays))[1:]
 
-    def custom_derivative(
-        self,
-        function: Callable[..., Sequence[Array]],
-        surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Leaf],
-    ) -> list[Array]:
+    def custom_derivative(self, function: ToArrays, surrogate: ToArrays, leaves: Sequence[Leaf]) -> list[Array]:
         differentiable = [i for i, x in enumerate(leaves) if isinstance(x, (tf.Tensor, tf.Variable)) and _inexact(x)]
         if not differentiable:
             return super().custom_derivative(function, surrogate, leaves)
@@ -262,12 +257,7 @@ class TensorflowBackend(Backend):
         return tf.while_loop(condition, body, carry)
 
     def repeat(
-        self,
-        count: Array,
-        body: Callable[[Array, list[Array], list[Array]], list[Array]],
-        carry: Sequence[Array],
-        constants: Sequence[Array],
-        most: int,
+        self, count: Array, body: Iteration, carry: Sequence[Array], constants: Sequence[Array], most: int
     ) -> list[Array]:
         known = self.concrete(count)
         if known is not None:
