@@ -91,14 +91,12 @@ def is_row_sparse(leaf: Leaf) -> bool:
     return isinstance(leaf, RowSparse) or any(backend.row_slices(leaf) is not None for backend in loaded())
 
 
-def require_dense(structure: tree.Structure, path: str = "") -> None:
+def require_dense(structure: tree.Structure) -> None:
     """Raises for a sparse container, whose leaves include indices: they must not be combined like gradients."""
-    kind = structure.kind
-    if kind is not None and (kind is RowSparse or kind.__module__.startswith("jax.experimental.sparse")):
-        expected = "dense arrays (of sparse rows: reductions.row_sum, row_mean or sparse_as_dense)"
-        raise invalid(expected, kind.__name__, path or "(root)")
-    for key, child in zip(structure.keys, structure.children, strict=True):
-        require_dense(child, path + key)
+    for path, kind in structure.containers():
+        if kind is RowSparse or kind.__module__.startswith("jax.experimental.sparse"):
+            expected = "dense arrays (of sparse rows: reductions.row_sum, row_mean or sparse_as_dense)"
+            raise invalid(expected, kind.__name__, path or "(root)")
 
 
 def require_rows(backend: Backend, slices: RowSlices) -> RowSlices:

@@ -88,6 +88,13 @@ class Structure:
         for key, child in zip(self.keys, self.children, strict=True):
             yield from child.paths(prefix + key)
 
+    def containers(self, prefix: str = "") -> Iterator[tuple[str, type]]:
+        """The path and the type of each container, outermost first."""
+        if self.kind is not None:
+            yield prefix, self.kind
+        for key, child in zip(self.keys, self.children, strict=True):
+            yield from child.containers(prefix + key)
+
     def path(self, i: int) -> str:
         """The path of leaf ``i``."""
         return next(islice(self.paths(), i, None))

@@ -7,7 +7,7 @@ integers, which all replicas gather, and decisions depend on the gathered report
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -255,15 +255,8 @@ def _checksum(parts: Sequence[tuple[str, Sequence[Leaf], tree.Structure]]) -> in
         for name, leaves, structure in parts
         for path, leaf in zip(structure.paths(), leaves, strict=True)
     ]
-    lines += [line for name, _, structure in parts for line in _containers(structure, name)]
+    lines += [f"{path} {kind.__name__}" for name, _, structure in parts for path, kind in structure.containers(name)]
     return zlib.crc32("\n".join(lines).encode()) & 0x7FFFFFFF
-
-
-def _containers(structure: tree.Structure, path: str) -> Iterator[str]:
-    if structure.kind is not None:
-        yield f"{path} {structure.kind.__name__}"
-    for key, child in zip(structure.keys, structure.children, strict=True):
-        yield from _containers(child, path + key)
 
 
 def _combined(backend: Backend, digests: Array) -> list[Array]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +146,8 @@ def layout(state: State) -> Layout:
     described = dict(zip(structure.paths(), map(_described, leaves), strict=True))
     if duplicates := len(leaves) - len(described):
         raise invalid("leaves with unique paths", f"{duplicates} duplicates")
-    return Layout(structure, described, dict(_kinds(structure, "")))
+    kinds = {path: kind.__name__ for path, kind in structure.containers() if hasattr(kind, "_fields")}
+    return Layout(structure, described, kinds)
 
 
 def template(reduction: Reduction, like: Tree, levels: int | None) -> State:
@@ -192,10 +192,3 @@ def value_of(leaf: Any, path: str) -> Any:
     if array.dtype.hasobject:
         raise invalid("an array of numbers", array.dtype, path)
     return array
-
-
-def _kinds(structure: tree.Structure, path: str) -> Iterator[tuple[str, str]]:
-    if structure.kind is not None and hasattr(structure.kind, "_fields"):
-        yield path, structure.kind.__name__
-    for key, child in zip(structure.keys, structure.children, strict=True):
-        yield from _kinds(child, path + key)
