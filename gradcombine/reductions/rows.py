@@ -65,17 +65,6 @@ class RowTable(NamedTuple):
         return f"rows of an array of shape {self.shape}, with capacity {self.values.shape[0]}"
 
 
-def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> RowTable:
-    """A table without rows, for a dense array of this shape."""
-    rows, *rest = shape
-    return RowTable(
-        backend.full((size, *rest), -0.0, running, [like]),
-        backend.full((size,), rows, INT32, [like]),
-        backend.full((), 0, INT32, [like]),
-        tree.static_rows(rows),
-    )
-
-
 def single(backend: Backend, table: RowTable, slices: RowSlices, weight: Weight) -> RowTable | None:
     """The table of one weighted contribution; None for one without rows.
 
@@ -100,18 +89,6 @@ def single(backend: Backend, table: RowTable, slices: RowSlices, weight: Weight)
     lost = backend.maximum(outside_count, _excess(backend, merged, size))
     values = backend.cast(weighted(backend, merged.values, weight, running), running)
     return RowTable(values, merged.indices, lost, table.extent)
-
-
-def join(backend: Backend, a: RowTable, b: RowTable) -> RowTable:
-    """Merges two tables, with the capacity of the first one; the value of a row in both is ``a + b``.
-
-    Raises:
-      GradCombineError: for more distinct rows than the capacity, unless they are traced.
-    """
-    rows, size = a.extent.rows, backend.shape(a.indices)[0]
-    both = union(backend, (a.indices, a.values), (b.indices, b.values), rows, size)
-    lost = backend.maximum(backend.maximum(a.lost, b.lost), _excess(backend, both, size))
-    return RowTable(both.values, both.indices, lost, a.extent)
 
 
 def _excess(backend: Backend, distinct_rows: Distinct, size: int) -> Array:
@@ -171,9 +148,16 @@ class Rows(Settings, Cell):
         return shape if slices is None or slices.rows is None else (slices.rows, *shape[1:])
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> RowTable:
-        if not 1 <= shape[0] <= MOST_ROWS:
-            raise invalid(f"from 1 to {MOST_ROWS} rows", shape[0])
-        return empty_table(backend, min(self.capacity, shape[0]), shape, running, like)
+        rows, *rest = shape
+        if not 1 <= rows <= MOST_ROWS:
+            raise invalid(f"from 1 to {MOST_ROWS} rows", rows)
+        size = min(self.capacity, rows)
+        return RowTable(
+            backend.full((size, *rest), -0.0, running, [like]),
+            backend.full((size,), rows, INT32, [like]),
+            backend.full((), 0, INT32, [like]),
+            tree.static_rows(rows),
+        )
 
     def checked(self, backend: Backend, a: RowTable, made_for: np.dtype, leaf: Leaf) -> RowSlices:
         slices = row_slices(leaf)
@@ -191,22 +175,21 @@ class Rows(Settings, Cell):
 
     def update(self, backend: Backend, a: RowTable, x: RowSlices, weight: Weight, totals: Totals) -> RowTable:
         table = single(backend, a, x, weight)
-        return a if table is None else self._joined(backend, a, table)
+        return a if table is None else self.merge(backend, a, table, totals, totals)
 
     def masked(self, backend: Backend, zero: Array, old: RowTable, new: RowTable) -> RowTable:
         # `single` drops the rows of a contribution of weight 0, so `new` has the rows of `old`.
         return new
 
     def merge(self, backend: Backend, a: RowTable, b: RowTable, a_totals: Totals, b_totals: Totals) -> RowTable:
-        return self._joined(backend, a, b)
-
-    def _joined(self, backend: Backend, a: RowTable, b: RowTable) -> RowTable:
-        table = join(backend, a, b)
+        # With the capacity of the first table. The value of a row in both is a + b.
+        rows, size = a.extent.rows, backend.shape(a.indices)[0]
+        both = union(backend, (a.indices, a.values), (b.indices, b.values), rows, size)
+        lost = backend.maximum(backend.maximum(a.lost, b.lost), _excess(backend, both, size))
         if self.overflow == "check":
-            size = backend.shape(table.indices)[0]
             expected = f"at most {size} different rows, all in range"
-            backend.check(table.lost == 0, self.name, expected, "more, or an index out of range")
-        return table
+            backend.check(lost == 0, self.name, expected, "more, or an index out of range")
+        return RowTable(both.values, both.indices, lost, a.extent)
 
     def finish(self, backend: Backend, a: RowTable, totals: Totals, output: np.dtype) -> RowSparse:
         return result(backend, a, backend.cast(finished(backend, a.values, totals, self.divides), output))
