@@ -325,9 +325,8 @@ def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
     merged = _without_duplicates(backend, slices, expected[0], unique)
     if merged is None:
         return dense
-    last = backend.full((), expected[0] - 1, INT32)
     indices, values = merged
-    clamped = backend.where(indices > last, last, indices)
+    clamped = _at_most(backend, indices, expected[0] - 1)
     changed = backend.add(backend.take(dense, clamped), backend.cast(values, backend.dtype(dense)))
     return backend.put(dense, indices, changed)
 

@@ -56,8 +56,6 @@ def combine(
     """
     check(reduction=reduction, order=order)
     trees, scales = _as_lists(values, weights)
-    if reduction.derivative is None:
-        return reduction.combine(trees, scales, order)
 
     def run(reduction: Reduction, trees: list[Tree], scales: list[Scalar]) -> Tree:
         return reduction.combine(trees, scales, order)
