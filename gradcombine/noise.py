@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -65,10 +66,7 @@ def squared_norm(value: Tree) -> Array:
         magnitude = backend.cast(magnitude, dtypes.working(backend.dtype(magnitude)))
         sums.append(backend.total(backend.product(magnitude, magnitude)))
     widest = max((backend.dtype(x) for x in sums), key=lambda dtype: dtype.itemsize, default=dtypes.FLOAT32)
-    total = backend.full((), 0, widest)
-    for x in sums:
-        total = backend.add(total, backend.cast(x, widest))
-    return total
+    return reduce(backend.add, (backend.cast(x, widest) for x in sums), backend.full((), 0, widest))
 
 
 @operation("noise_scale")

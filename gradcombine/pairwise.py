@@ -9,6 +9,7 @@ bits as a list of all contributions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -34,8 +35,4 @@ def fold_pairwise(merge: Callable[[T, T], T], items: Iterable[T]) -> T:
 
 def fold_levels(merge: Callable[[T, T], T], levels: Iterable[T]) -> T:
     """Merges the levels of a binary counter, lowest (latest items) first, into one."""
-    nodes = iter(levels)
-    total = next(nodes)
-    for earlier in nodes:
-        total = merge(earlier, total)
-    return total
+    return reduce(lambda later, earlier: merge(earlier, later), levels)

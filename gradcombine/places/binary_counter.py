@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -140,10 +142,7 @@ def _lowest_bit(backend: Backend, bits: Array, top: int) -> Array:
 
 
 def _sum(backend: Backend, scalars: list[Array]) -> Array:
-    result = backend.full((), 0, INT32)
-    for scalar in scalars:
-        result = result + scalar
-    return result
+    return reduce(operator.add, scalars, backend.full((), 0, INT32))
 
 
 def _flatten(state: State) -> tuple[list[Leaf], tree.Structure, Backend]:

@@ -32,9 +32,10 @@ reproducible floating point summation <https://doi.org/10.1145/3389360>`_, 2020,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -311,17 +312,14 @@ def _slot_terms(
     Returns:
       The tag of the largest value, and the sum, above the bits of the tag, of the digits in the bin of the higher tag.
     """
-    largest = values[0].exponent
-    for value in values[1:]:
-        largest = backend.maximum(largest, value.exponent)
-    tag = grid.tag_of(backend, largest, s)
+    tag = grid.tag_of(backend, reduce(backend.maximum, [value.exponent for value in values]), s)
     position = backend.maximum(slot_tag, tag) * (3 * grid.width) + (grid.lowest(s) - grid.tag_bits)
-    total = None
-    for value in values:
+
+    def term(value: Decoded) -> Array:
         digit = _digit(backend, grid, value, position)
-        term = _counted(backend, grid, value, digit) if s == 0 else digit
-        total = term if total is None else total + term
-    return tag, total
+        return _counted(backend, grid, value, digit) if s == 0 else digit
+
+    return tag, reduce(operator.add, map(term, values))
 
 
 def _digit(backend: Backend, grid: Grid, value: Decoded, position: Array) -> Array:
