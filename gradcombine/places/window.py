@@ -18,7 +18,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import MOST, invalid, require_given, shown
-from gradcombine.places.replicas import LOCAL, merge_replicas
+from gradcombine.places.replicas import LOCAL
 from gradcombine.places.time import Accumulator, accumulate, is_begun, length_at, position, whole_window
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
@@ -226,8 +226,7 @@ class Window(Settings):
         Returns:
           The merged partial state, and its arrays that correspond to ``taken``, typed as varying over the replicas.
         """
-        part = whole_window(self.reduction, state)
-        merged = merge_replicas(self.reduction, part, over=self.over, order=self.order)
+        merged = self.reduction.all_merge(whole_window(self.reduction, state), self.over, self.order)
         if not taken:
             return merged, []
         arrays = tree.flatten_as(tree.flatten(state.levels)[1], (merged,))
