@@ -64,6 +64,14 @@ class Reduction(ABC):
     scales_by_weight: bool = False
     wire: Wire | None = None
     """The compression of partial sums between replicas; None: none."""
+    microbatches: int | None = None
+    """The number of microbatches of a `numbered` reduction's ledger; None for other reductions."""
+    summed_over: Collective | None = None
+    """The replicas over which each update sums, so that states are shards of the sum; None: none."""
+    adds: bool = False
+    """Whether states from `contribution` merge by adding their accumulators."""
+    divides: bool = False
+    """Whether the result is ``sum(w * g) / sum(w)``, so that `add_weighted` is defined."""
 
     written: type[Reduction]
     """The class of reductions made from four functions, which ``Reduction(...)`` returns."""
@@ -110,26 +118,6 @@ class Reduction(ABC):
         None: differentiates the functions themselves.
         """
         return None
-
-    @property
-    def microbatches(self) -> int | None:
-        """The number of microbatches of a `numbered` reduction's ledger; None for other reductions."""
-        return None
-
-    @property
-    def summed_over(self) -> Collective | None:
-        """The replicas over which each update sums, so that states are shards of the sum; None: none."""
-        return None
-
-    @property
-    def adds(self) -> bool:
-        """Whether states from `contribution` merge by adding their accumulators."""
-        return False
-
-    @property
-    def divides(self) -> bool:
-        """Whether the result is ``sum(w * g) / sum(w)``, so that `add_weighted` is defined."""
-        return False
 
     def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
         """The result of one or more contributions, in this order.
@@ -187,6 +175,8 @@ class Wrapper(Reduction):
         self.name = of.name
         self.scales_by_weight = of.scales_by_weight
         self.wire = of.wire
+        self.microbatches = of.microbatches
+        self.summed_over = of.summed_over
 
     def around(self, of: Reduction) -> Reduction:
         """A wrapper with the same settings around another reduction."""
@@ -220,14 +210,6 @@ class Wrapper(Reduction):
     def derivative(self) -> Reduction | None:
         return None if self.of.derivative is None else self.around(self.of.derivative)
 
-    @property
-    def microbatches(self) -> int | None:
-        return self.of.microbatches
-
-    @property
-    def summed_over(self) -> Collective | None:
-        return self.of.summed_over
-
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         return self.of.all_merge(state, collective, order)
@@ -239,17 +221,13 @@ class Wrapper(Reduction):
 class OnContributions(Wrapper):
     """A wrapper that transforms contributions or their weights only."""
 
+    def __init__(self, of: Reduction) -> None:
+        super().__init__(of)
+        self.adds, self.divides = of.adds, of.divides
+
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         """The transformed contribution and weight."""
         return value, weight
-
-    @property
-    def adds(self) -> bool:
-        return self.of.adds
-
-    @property
-    def divides(self) -> bool:
-        return self.of.divides
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:

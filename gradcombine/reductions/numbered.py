@@ -98,26 +98,24 @@ def numbered(reduction: Reduction, microbatches: int) -> Reduction:
 class NumberedReduction(Wrapper):
     """A reduction whose contributions are `Numbered`. See `numbered`."""
 
+    microbatches: int
+
     def __init__(self, of: Reduction, microbatches: int) -> None:
         super().__init__(of)
-        self.name, self._count = f"numbered({of.name})", microbatches
+        self.name, self.microbatches = f"numbered({of.name})", microbatches
 
     def around(self, of: Reduction) -> Reduction:
-        return NumberedReduction(of, self._count)
+        return NumberedReduction(of, self.microbatches)
 
     @property
     def description(self) -> str:
-        return described("numbered", self.of.description, microbatches=self._count)
-
-    @property
-    def microbatches(self) -> int | None:
-        return self._count
+        return described("numbered", self.of.description, microbatches=self.microbatches)
 
     @operation()
     def init(self, like: Tree) -> NumberedState:
         value = like.value if isinstance(like, Numbered) else like
         leaves = [leaf for leaf in tree.flatten(value)[0] if not is_absent(leaf)]
-        counts = resolve(leaves).full((self._count,), 0, INT32, leaves)
+        counts = resolve(leaves).full((self.microbatches,), 0, INT32, leaves)
         return NumberedState(self.of.init(value), counts)
 
     @operation()
@@ -126,7 +124,7 @@ class NumberedReduction(Wrapper):
         if not isinstance(value, Numbered):
             raise invalid("Numbered(value, number)", type(value).__name__)
         backend = resolve([state.counts, value.number])
-        one = one_at(backend, value.number, self._count)
+        one = one_at(backend, value.number, self.microbatches)
         _require_disjoint(state.counts, one)
         return NumberedState(self.of.update(state.value, value.value, weight), backend.asarray(state.counts) + one)
 
@@ -160,8 +158,8 @@ class NumberedReduction(Wrapper):
     def _require(self, state: State) -> NumberedState:
         if not isinstance(state, NumberedState):
             raise invalid("a NumberedState", type(state).__name__)
-        if not is_array_of(state.counts, INT32, (self._count,)):
-            expected = f"a ledger of {self._count} microbatches"
+        if not is_array_of(state.counts, INT32, (self.microbatches,)):
+            expected = f"a ledger of {self.microbatches} microbatches"
             raise invalid(expected, in_words(state.counts), ".counts")
         return state
 

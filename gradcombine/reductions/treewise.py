@@ -60,8 +60,8 @@ class Treewise(Reduction):
     ) -> None:
         self.cell, self.state, self.name = cell, state, cell.name
         self.wire = None if wire is None else require_wire(wire)
-        self.scales_by_weight = scales_by_weight
-        self._settings, self._derivative, self._divides = settings, derivative, divides
+        self.scales_by_weight, self.divides, self.adds = scales_by_weight, divides, cell.adds_terms
+        self._settings, self._derivative = settings, derivative
 
     @property
     def description(self) -> str:
@@ -71,17 +71,9 @@ class Treewise(Reduction):
     @property
     def derivative(self) -> Reduction | None:
         if self._derivative is None and self.wire is not None:
-            flags = {"scales_by_weight": self.scales_by_weight, "divides": self._divides}
+            flags = {"scales_by_weight": self.scales_by_weight, "divides": self.divides}
             return Treewise(self.cell, self.state, **flags, **self._settings)
         return self._derivative
-
-    @property
-    def divides(self) -> bool:
-        return self._divides
-
-    @property
-    def adds(self) -> bool:
-        return self.cell.adds_terms
 
     @operation()
     def init(self, like: Tree) -> State:

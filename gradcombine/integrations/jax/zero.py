@@ -85,7 +85,7 @@ class _Scattered(Wrapper):
 
     def __init__(self, of: Reduction, axis: JaxAxis) -> None:
         super().__init__(of)
-        self.axis = axis
+        self.axis = self.summed_over = axis
 
     def around(self, of: Reduction) -> Reduction:
         return _Scattered(of, self.axis)
@@ -130,10 +130,6 @@ class _Scattered(Wrapper):
             next(wire_sums)[0].astype(x.dtype) if encodes else next(plain_sums)
             for x, encodes in zip(rows, encoded, strict=True)
         ]
-
-    @property
-    def summed_over(self) -> Collective | None:
-        return self.axis
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
