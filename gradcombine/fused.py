@@ -14,11 +14,12 @@ _SPLITTER = np.float32(2**12 + 1)
 def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Array:
     """``x * factor + y``, rounded once.
 
-    Splits the product exactly into two floats (Dekker, 1971), and its sum with y into three. The third one only matters
-    if the sum of the first two is a tie.
+    Splits each factor into the halves of its significand (Veltkamp), the product exactly into two floats (Dekker,
+    1971), and its sum with y into three. The third one only matters if the sum of the first two is a tie.
     """
     product = times(backend, x, factor)
-    x_high = _high(backend, x)
+    scaled = times(backend, x, _SPLITTER)
+    x_high = subtract(backend, scaled, subtract(backend, scaled, x))
     x_low = subtract(backend, x, x_high)
     factor_high = np.float32(factor * _SPLITTER - (factor * _SPLITTER - factor))
     error = subtract(backend, times(backend, x_high, factor_high), product)
@@ -36,12 +37,6 @@ def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Ar
     rounded = backend.where(beyond_tie, neighbour, rounded)
     # Splitting an infinity gives NaN.
     return backend.where(rounded == rounded, rounded, backend.add(product, y))
-
-
-def _high(backend: Backend, x: Array) -> Array:
-    """The upper half of the significand (Veltkamp)."""
-    scaled = times(backend, x, _SPLITTER)
-    return subtract(backend, scaled, subtract(backend, scaled, x))
 
 
 def times(backend: Backend, x: Array, factor: np.float32) -> Array:
