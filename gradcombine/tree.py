@@ -244,10 +244,10 @@ def require_alike(expected: Tree, received: Tree) -> None:
             raise invalid("no array" if x is None else in_words(x), in_words(y), structure.path(i))
 
 
-def difference(expected: Structure, received: Structure, path: str = "") -> GradCombineError:
+def difference(expected: Structure, received: Structure) -> GradCombineError:
     """The error for two different structures; names the first paths at which they differ."""
-    differences = _differences(expected, received, path)
-    first, wanted, got = next(differences, (path, "the same nodes", "others"))
+    differences = _differences(expected, received, "")
+    first, wanted, got = next(differences, ("", "the same nodes", "others"))
     also = [other for other, _, _ in islice(differences, _DIFFERENCES_NAMED)]
     if also:
         more = sum(1 for _ in differences)

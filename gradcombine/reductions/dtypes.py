@@ -7,8 +7,8 @@ exchange it, and the *output* dtype of the result.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,17 +27,11 @@ def kind(dtype: np.dtype) -> str:
     for name, numpy_kinds, info in (("float", "f", ml_dtypes.finfo), ("integer", "iu", ml_dtypes.iinfo)):
         if dtype.kind in numpy_kinds:
             return name
-        if dtype.kind == "V" and dtype.names is None and _accepts(info, dtype):
-            return name
+        if dtype.kind == "V" and dtype.names is None:
+            with suppress(ValueError):
+                info(dtype)
+                return name
     return "complex" if dtype.kind == "c" else str(dtype)
-
-
-def _accepts(info: Any, dtype: np.dtype) -> bool:
-    try:
-        info(dtype)
-    except ValueError:
-        return False
-    return True
 
 
 class Settings:

@@ -89,7 +89,7 @@ def elementwise(
     """
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid("a name", shown(name))
-    finalize = _identity if finalize is None else finalize
+    finalize = (lambda xp, a, totals: a) if finalize is None else finalize
     check(update=update, merge=merge, finalize=finalize)
     if not callable(empty) and not all(isinstance(x, Number) for x in parts(empty)):
         raise invalid("a number, a tuple of numbers or a function as empty", shown(empty))
@@ -118,10 +118,6 @@ def _state_class(name: str) -> type[ElementwiseState]:
 
 def _rebuilt(name: str, *fields: Any) -> ElementwiseState:
     return _state_class(name)(*fields)
-
-
-def _identity(xp: Backend, a: Accumulator, totals: Totals) -> Leaf:
-    return a
 
 
 @dataclass(frozen=True)
