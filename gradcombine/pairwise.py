@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import TypeVar
 
+from gradcombine.backends.protocol import Backend
+from gradcombine.types import Array
+
 T = TypeVar("T")
 
 
@@ -36,3 +39,11 @@ def fold_pairwise(merge: Callable[[T, T], T], items: Iterable[T]) -> T:
 def fold_levels(merge: Callable[[T, T], T], levels: Iterable[T]) -> T:
     """Merges the levels of a binary counter, lowest (latest items) first, into one."""
     return reduce(lambda later, earlier: merge(earlier, later), levels)
+
+
+def sum_rows(backend: Backend, rows: Array) -> Array:
+    """Adds the rows of an array in the canonical order, all nodes of a level at once; the result has one row."""
+    while (n := backend.shape(rows)[0]) > 1:
+        pairs = backend.add(rows[0 : n - n % 2 : 2], rows[1::2])
+        rows = backend.concat([pairs, rows[n - 1 :]]) if n % 2 else pairs
+    return rows

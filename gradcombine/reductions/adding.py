@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import load, shape_of
-from gradcombine.pairwise import fold_pairwise
+from gradcombine.pairwise import fold_pairwise, sum_rows
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.weights import Weight, factor, rounded, scaled, weighted
@@ -148,14 +148,9 @@ def _added(
 
 def _added_rows(backend: Backend, order: Order, total: Array, rows: Array) -> tuple[Array]:
     """Adds the rows of an array to the total, in this order."""
-    count = shape_of(rows)[0]
     if order == "tree":
-        while count > 1:  # adds all nodes of a level at once
-            even = count - count % 2
-            nodes = backend.add(rows[0:even:2], rows[1:even:2])
-            rows = nodes if even == count else backend.concat([nodes, rows[even:]])
-            count = shape_of(rows)[0]
-        return (backend.add(total, rows[0]),)
+        return (backend.add(total, sum_rows(backend, rows)[0]),)
+    count = shape_of(rows)[0]
     unrolled = count - count % _UNROLL
 
     def has_rows(i: Array, _: Array) -> Array:

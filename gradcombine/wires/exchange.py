@@ -10,6 +10,7 @@ import numpy as np
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import operation, require_integer
+from gradcombine.pairwise import sum_rows
 from gradcombine.types import Array
 from gradcombine.wires.coding import FLOAT32, decode, encode
 from gradcombine.wires.wire import Wire, require_wire
@@ -98,7 +99,7 @@ def all_sum(
     wide = iter(collective.all_sum([*(x for x, by in zip(arrays, methods, strict=True) if by == WIDE), *others]))
 
     def narrow_sum(x: Array, by: str) -> Array:
-        return _like(backend, x, next(received) if by == PARTS else row_sum(backend, next(received)))
+        return _like(backend, x, next(received) if by == PARTS else sum_rows(backend, next(received)))
 
     sums = [next(wide) if by == WIDE else narrow_sum(x, by) for x, by in zip(arrays, methods, strict=True)]
     if errors is not None and errors_of_parts is not None and errors_of_rows is not None:
@@ -124,7 +125,7 @@ def sum_parts(
     _append_errors(backend, wire, arrays, sent, errors)
     received = iter(collective.all_to_all([x for codes in sent for x in codes]) if sent else [])
     return [
-        row_sum(backend, _decoded(backend, wire, x, [next(received) for _ in codes]))
+        sum_rows(backend, _decoded(backend, wire, x, [next(received) for _ in codes]))
         for x, codes in zip(arrays, sent, strict=True)
     ]
 
@@ -183,14 +184,6 @@ def all_gather(
             stack[rank] if keep else _like(backend, x, stack[rank])
             for x, stack, keep in zip(arrays, stacks, kept, strict=True)
         ]
-
-
-def row_sum(backend: Backend, rows: Array) -> Array:
-    """Sums the rows in the canonical tree; the result has shape (1, columns)."""
-    while (n := backend.shape(rows)[0]) > 1:
-        pairs = backend.add(rows[0 : n - n % 2 : 2], rows[1::2])
-        rows = backend.concat([pairs, rows[n - 1 :]]) if n % 2 else pairs
-    return rows
 
 
 def in_rows(backend: Backend, x: Array, rows: int) -> Array:
