@@ -255,15 +255,14 @@ class Weighed(OnContributions):
         self.scales_by_weight = True
 
 
-def described(*parts: Any, **settings: Any) -> str:
+def described(name: str, /, *arguments: str, **settings: Any) -> str:
     """The text of a call with a name, arguments, and keyword arguments except those that are None.
 
     >>> described("clipped", "mean()", max_norm=1.0, dtype=None)
     'clipped(mean(), max_norm=1.0)'
     """
-    name, *arguments = parts
-    arguments += [f"{key}={value}" for key, value in settings.items() if value is not None]
-    return f"{name}({', '.join(arguments)})"
+    keywords = [f"{key}={value}" for key, value in settings.items() if value is not None]
+    return f"{name}({', '.join([*arguments, *keywords])})"
 
 
 def _common(trees: Sequence[Tree]) -> Tree:
