@@ -87,14 +87,14 @@ class RatioReduction(Wrapper):
     @operation()
     def update(self, state: State, value: Ratio, weight: Scalar = 1) -> State:
         numerator, denominator = _require_ratio(value)
-        backend = resolve([*tree.flatten(numerator)[0], denominator, weight])
+        leaves = tree.flatten(numerator)[0]
+        backend = resolve([*leaves, denominator, weight])
         with within(".denominator"):
             parse(backend, denominator)
         absent = parse(backend, weight).zero
         if absent is True:
             denominator = 0
         elif absent is not False:
-            leaves = tree.flatten(numerator)[0]
             wide = any(not is_absent(x) and dtypes.is_wide(backend.dtype(x)) for x in leaves)
             denominator = where(backend, ~absent, denominator, wide)
         return self.of.add_weighted(state, numerator, denominator)
