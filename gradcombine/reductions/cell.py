@@ -267,13 +267,7 @@ class FlatState:
         return [a for a in self.values if a is not None]
 
     def arrays(self) -> list[Array]:
-        arrays: list[Array] = []
-        for a in self.values:
-            if isinstance(a, tuple):
-                arrays.extend(parts(a))
-            elif a is not None:
-                arrays.append(a)
-        return arrays
+        return [x for a in self.values if a is not None for x in parts(a)]
 
     def rebuild(self, state: State, values: Sequence[Accumulator | None], weight: Scalar, count: Array) -> State:
         """The state with these accumulators, weight and count."""
@@ -281,11 +275,8 @@ class FlatState:
 
     def value(self, values: Sequence[Accumulator | None]) -> Tree:
         """The tree of these accumulators, with a constant for each None."""
-        leaves = list(values)
-        for i, spec in enumerate(self.made_for):
-            if leaves[i] is None:
-                leaves[i] = spec
-        return tree.unflatten(self.structure, leaves)
+        pairs = zip(values, self.made_for, strict=True)
+        return tree.unflatten(self.structure, [spec if a is None else a for a, spec in pairs])
 
 
 def summary(a: Accumulator | None) -> str:
