@@ -111,11 +111,9 @@ def find(over: Collective, values: Tree = None, *, window: AccumulateState | Non
     report = backend.stack([structure, *position, *copies])
     (reports,) = over.all_gather([report])
 
-    def equal(columns: Sequence[int]) -> Array:
-        return reduce(lambda a, b: a & b, (reports[:, i] == report[i] for i in columns))
-
     def in_minority(columns: Sequence[int]) -> Array:
-        return (_count(backend, equal(columns)) * 2 <= size) & (_count(backend, equal(columns)) < size)
+        equal = reduce(lambda a, b: a & b, (reports[:, i] == report[i] for i in columns))
+        return _count(backend, equal) * 2 <= size
 
     ahead = (reports[:, 1] > report[1]) | ((reports[:, 1] == report[1]) & (reports[:, 2] > report[2]))
     stale = _count(backend, ahead) > 0
