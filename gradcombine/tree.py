@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -38,6 +39,7 @@ from gradcombine.static import (  # noqa: F401 (pickled states refer to them by 
 from gradcombine.types import Array, Leaf, Tree
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Structure:
     """The containers of a tree, without its leaves. Two structures are equal if their trees match leaf by leaf.
 
@@ -50,19 +52,12 @@ class Structure:
       rebuild: makes the container from a sequence of children; None for a leaf.
     """
 
-    __slots__ = ("children", "form", "kind", "names", "rebuild", "static")
-
-    def __init__(
-        self,
-        kind: type | None = None,
-        names: tuple[Any, ...] = (),
-        form: str = "{}",
-        children: tuple[Structure, ...] = (),
-        static: Any = None,
-        rebuild: Callable[[Sequence[Tree]], Tree] | None = None,
-    ) -> None:
-        self.kind, self.names, self.form = kind, names, form
-        self.children, self.static, self.rebuild = children, static, rebuild
+    kind: type | None = None
+    names: tuple[Any, ...] = ()
+    form: str = "{}"
+    children: tuple[Structure, ...] = ()
+    static: Any = None
+    rebuild: Callable[[Sequence[Tree]], Tree] | None = None
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
