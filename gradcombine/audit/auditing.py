@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -263,6 +263,17 @@ def callable_named(verb: str, what: str) -> Callable[..., Any]:
     if not callable(make) or hasattr(make, "lower") or is_function(make):
         raise invalid(expected, "none" if make is None else shown(make))
     return make
+
+
+def require_arguments(what: str, returned: Any, needed: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
+    """The arguments in a dict that a user's callable returned; raises for missing or unknown names and other types."""
+    received: Mapping[str, Any] = cast("Mapping[str, Any]", returned) if isinstance(returned, Mapping) else {}
+    wrong = [x for x in needed if x not in received] or [x for x in received if x not in (*needed, *optional)]
+    if wrong:
+        expected = f"{what} a dict of {', '.join(needed)}, optionally with {', '.join(optional)}"
+        names = f"{'none of' if wrong[0] in needed else 'also'} {', '.join(map(str, wrong))}"
+        raise invalid(expected, names if isinstance(returned, Mapping) else shown(returned))
+    return dict(received)
 
 
 def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:

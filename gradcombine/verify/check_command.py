@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
-from gradcombine.audit.auditing import callable_named
+from gradcombine.audit.auditing import callable_named, require_arguments
 from gradcombine.audit.compiling import foreign
 from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.reporting.earlier import read_earlier
@@ -20,7 +22,6 @@ from gradcombine.reporting.sections import Cells, HeatMap, Section, show
 from gradcombine.verify.check.checking import checked
 from gradcombine.verify.check.step_program import format_line
 from gradcombine.verify.check.step_report import BY_DESIGN, REMEDIES, Cause, Fault, StepReport, Verdict, headline
-from gradcombine.verify.foreign_calls import arguments, exits_after
 from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, print_error, progress
 
 NEEDED = ("make_step", "params", "batch")
@@ -77,8 +78,7 @@ def check_command(
         if terms is not None:
             options["terms"] = callable_named("check", terms)
         intended = [] if allow is None else [x.strip() for x in allow.split(",")]
-        late = invalid(f"a check that takes less than {timeout or 0:g} s", "one that takes longer")
-        with progress("importing") as step, exits_after(timeout, 2, partial(print_error, late, "check")):
+        with progress("importing") as step, _exits_after(timeout):
             report, source = _check_named(what, options, step)
         if not report.runs:
             expected = f"a step whose results repeat from call to call: {REMEDIES[Cause.STATE]}"
@@ -96,6 +96,31 @@ def check_command(
     raise typer.Exit(status)
 
 
+@contextmanager
+def _exits_after(seconds: float | None) -> Generator[None]:
+    """Prints an error and exits with status 2 if the body takes longer than ``seconds``; None for no limit.
+
+    An exception would wait for a compiler to return, and crash the import of an extension module.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def end() -> None:
+        try:
+            print_error(invalid(f"a check that takes less than {seconds:g} s", "one that takes longer"), "check")
+        finally:
+            os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _causes(content: Any) -> frozenset[tuple[str, str]]:
     """Returns the causes of an earlier report, each with its division."""
     return frozenset((str(x["cause"]), str(x["run"])) for x in content["causes"])
@@ -109,7 +134,7 @@ def _check_named(
     case: Any = foreign("a callable without arguments that returns", what, callable_named("check", what))
     if isinstance(case, tuple) and len(cast("tuple[Any, ...]", case)) == len(NEEDED):
         case = dict(zip(NEEDED, cast("tuple[Any, ...]", case), strict=True))
-    case = arguments(f"{what} to return (make_step, params, batch), or", case, NEEDED, OPTIONAL)
+    case = require_arguments(f"{what} to return (make_step, params, batch), or", case, NEEDED, OPTIONAL)
     make_step, params, batch = (case.pop(name) for name in NEEDED)
     return checked(make_step, params, batch, case | dict(options), progress), _source_of(make_step)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import tomllib
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from gradcombine.errors import invalid, operation, require_file, shown
-from gradcombine.verify.foreign_calls import within_seconds
 
 
 class Rule(NamedTuple):
@@ -41,7 +42,7 @@ class Rules(NamedTuple):
     def find(self, name: str) -> tuple[Rule, str | None] | None:
         """The rule for a name of the first dump, and the name in the second; None without a rule."""
         for rule in self.rules:
-            with _within(rule.pattern.pattern, name):
+            with _in_time(rule.pattern.pattern, name):
                 matched = rule.pattern.fullmatch(name)
             if matched is not None:
                 return rule, None if rule.template is None else _expanded(rule.template, matched)
@@ -49,7 +50,7 @@ class Rules(NamedTuple):
 
     def ignores(self, name: str) -> bool:
         for pattern in self.ignored:
-            with _within(pattern.pattern, name):
+            with _in_time(pattern.pattern, name):
                 if pattern.fullmatch(name):
                     return True
         return False
@@ -59,9 +60,26 @@ SECONDS = 1.0
 """Time limit for compiling a pattern and for matching it with a name. Both usually take less than a millisecond."""
 
 
-def _within(pattern: object, name: str = "") -> AbstractContextManager[None]:
-    late = invalid(f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
-    return within_seconds(SECONDS, late)
+@contextmanager
+def _in_time(pattern: object, name: str = "") -> Generator[None]:
+    """Raises if the body, which compiles or matches the pattern, takes longer than `SECONDS`.
+
+    Uses a signal, as a match holds the interpreter's lock, so there is no limit outside of the main thread and on
+    Windows.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def over(*_: Any) -> None:
+        raise invalid(f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
+
+    handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
 
 
 NO_RULES = Rules()
@@ -119,7 +137,7 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
         raise invalid("a list of regular expressions in the rules", repr(content))
     for text in cast("list[Any]", content):
         try:
-            with _within(text):
+            with _in_time(text):
                 pattern = re.compile(text)
         except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise invalid("a regular expression in the rules", f"{text!r}: {error}") from None

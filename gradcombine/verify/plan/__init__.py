@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradcombine.audit import Target, find_target
-from gradcombine.audit.auditing import made_by
+from gradcombine.audit.auditing import made_by, require_arguments
 from gradcombine.errors import operation, require_list
 from gradcombine.types import Tree
-from gradcombine.verify.foreign_calls import arguments
 from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
 from gradcombine.verify.plan.ways import DEFAULT, way_of
 
@@ -111,4 +110,4 @@ def plan_named(
     result, resolved = made_by("plan", what, target)
     needed = ("loss", "params", "batch", "optimizer", "microbatches")
     optional = ("mesh", "axis", "weight")
-    return _plan(resolved, names, progress, **arguments(f"{what} to return", result, needed, optional))
+    return _plan(resolved, names, progress, **require_arguments(f"{what} to return", result, needed, optional))
