@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,8 +27,8 @@ from gradcombine.verify.explain.origin import explain
 from gradcombine.verify.plan import plan_named, plan_report
 from gradcombine.verify.record import flight_diff
 from gradcombine.verify.record.flight import is_log, read_log
+from gradcombine.verify.suite import frameworks, outcomes
 from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, progress
-from gradcombine.verify.verify_command import verify_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
@@ -285,7 +286,48 @@ def plan_command(
     raise typer.Exit(plan_report.status(ranking))
 
 
-app.command("verify")(verify_command)
+@app.command("verify")
+def verify_command(
+    json: Json = None,
+    html: Html = None,
+    replicas: Annotated[
+        int, typer.Option(help="Run with 2 and with this many replicas.", min=1, max=frameworks.DEVICES)
+    ] = frameworks.DEVICES,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Run with 1, 2, 4 ... --replicas, and shard_map without check_vma as well."),
+    ] = False,
+    inject_fault: Annotated[
+        bool,
+        typer.Option(
+            "--inject-fault", help="Flip one bit in the input of one row, and audit a defective step: both must fail."
+        ),
+    ] = False,
+) -> None:
+    """Verifies the library on this machine: combines a model's gradients in NumPy, JAX and TensorFlow, bit for bit.
+
+    Exit status: 0 if every guarantee holds, 1 if not, 2 for invalid options.
+
+    Example: `gradcombine verify --html report.html`
+    """
+    files = Files(json, html)
+    with errors("verify"):
+        require_installed("verify", "jax", "tensorflow", "optax", extra="verify")
+        files.require("verify")
+    with progress("importing JAX and TensorFlow") as step:
+        frameworks.prepare_devices()
+        from gradcombine.verify.suite import run  # imports JAX, which reads the prepared environment
+
+        counter = itertools.count()
+        report = run.verify(replicas, full, inject_fault, lambda name, steps: step(name, next(counter), steps))
+
+    sections, content = outcomes.sections(report), outcomes.as_json(report)
+    files.write("gradcombine verify", outcomes.verdict(report), not report.failed, sections, content)
+    for finding in report.failed:
+        # Repeated at the end, where readers of a long output look.
+        line = f"  {finding.name}: expected {finding.promise}, measured {finding.measured}"
+        Console().print(plain(line, "bold red"))
+    raise typer.Exit(1 if report.failed else 0)
 
 
 def _loaded(dump: Dump, path: str, combined: Dump) -> dict[str, np.ndarray]:
