@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -21,8 +19,7 @@ the bound; a step without defects; for contrast, a step whose defect is reported
 """
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One row of the report.
 
     Attributes:
@@ -181,7 +178,7 @@ def sections(report: Report) -> list[Section]:
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report as values that json can serialize."""
-    rows = [{"name": finding.name, **dataclasses.asdict(finding)} for finding in report.findings]
+    rows = [{"name": finding.name, **finding._asdict()} for finding in report.findings]
     return {
         "settings": report.settings,
         "seconds": round(report.seconds, 2),

@@ -21,8 +21,7 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.verify.check import Verdict, check_step
 from gradcombine.verify.suite import frameworks
-from gradcombine.verify.suite.classifier import SIZES, Batch, analyse, analyse_mean, batches, share
-from gradcombine.verify.suite.classifier import initial_parameters as parameters
+from gradcombine.verify.suite.classifier import SIZES, Batch, analyse, analyse_mean, batches, initial_parameters, share
 from gradcombine.verify.suite.combine import Contributions, cases, combined
 from gradcombine.verify.suite.frameworks import NUMPY, Results, trained, verified
 from gradcombine.verify.suite.outcomes import BOUND, CLEAN, DIFFERS, NAMED, Finding, Report, compared
@@ -100,7 +99,7 @@ def checked(batch: Batch) -> Iterator[Finding]:
         ("microbatches averaged", False, "mean of means"),
         ("weighted by examples", True, ""),
     ):
-        report = check_step(partial(_make_step, weighted), parameters(), batch, microbatches=(4,))
+        report = check_step(partial(_make_step, weighted), initial_parameters(), batch, microbatches=(4,))
         causes = [str(fault.cause).partition(":")[0] for fault in report.faults]
         passes = report.verdict is Verdict.PASSES
         yield _defect_row("check", name, causes if causes or passes else [report.verdict.value], cause)
@@ -154,7 +153,7 @@ def _model_rows(both: Mapping[str, Results], parts: Sequence[Batch]) -> Iterator
     """Compares weighted means, and means of means, with the full batch's gradient, and the gradients of JAX with those
     of TensorFlow, leaf by leaf.
     """
-    bounds, mean_bounds = analyse(parameters(), parts[-1])[1], analyse_mean(parameters(), parts[:-1])[1]
+    bounds, mean_bounds = analyse(initial_parameters(), parts[-1])[1], analyse_mean(initial_parameters(), parts[:-1])[1]
     allowed = {name: bound + mean_bounds[name] for name, bound in bounds.items()}
     for framework, results in both.items():
         *values, reference = results.gradients

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 from itertools import product
@@ -76,11 +75,11 @@ def test_the_grid_has_the_worst_of_the_numbers_of_replicas_in_a_cell() -> None:
         (table,) = (each for each in findings.sections(report(*more)) if each.title.startswith("Combine: "))
         return {line.cells[0]: (line.cells[1:], line.passes) for line in table.rows}
 
-    bound = dataclasses.replace(row("jax", 8, BOUND, True, 3), share=0.75)
+    bound = row("jax", 8, BOUND, True, 3)._replace(share=0.75)
     assert grid(bound) == {"numpy pmap": (("0.5",), True), "jax pmap": (("0.75",), True)}
-    other = dataclasses.replace(bound, labels=bound.labels | {"place": "time"})
+    other = bound._replace(labels=bound.labels | {"place": "time"})
     assert grid(other) == {"numpy pmap": (("0.5", ""), True), "jax pmap": (("=", "0.75"), True)}
-    other = dataclasses.replace(bound, labels=bound.labels | {"order": "sequential"})
+    other = bound._replace(labels=bound.labels | {"order": "sequential"})
     assert grid(other) == {"numpy pmap": (("0.5",), True), "jax pmap": (("=\N{NO-BREAK SPACE}0.75",), True)}
     assert grid(BROKEN[1])["jax pmap"] == (("no",), False)
 
