@@ -65,26 +65,21 @@ class Flow:
     def __init__(self, module: Program) -> None:
         self.module = module
         self.places: list[Place] = []
-        self._first: dict[str, dict[str, Node]] = {}
-        for name, instructions in module.computations.items():
-            first = self._first[name] = {}
-            for x in instructions.values():
-                first[x.name] = len(self.places)
-                self.places += [Place(name, x, leaf) for leaf in range(max(1, len(x.shapes)))]
-        self._parameters = {
-            (name, int(x.inside)): x
-            for name, instructions in module.computations.items()
-            for x in instructions.values()
-            if x.opcode == "parameter"
-        }
-        pairs = ((name, x) for name, instructions in module.computations.items() for x in instructions.values())
-        edges = array("i", chain.from_iterable(chain.from_iterable(starmap(self._edges, pairs))))
+        self._first = dict[tuple[str, str], Node]()
+        self._parameters = dict[tuple[str, int], Instruction]()
+        instructions = [(name, x) for name, inside in module.computations.items() for x in inside.values()]
+        for name, x in instructions:
+            self._first[name, x.name] = len(self.places)
+            self.places += [Place(name, x, leaf) for leaf in range(max(1, len(x.shapes)))]
+            if x.opcode == "parameter":
+                self._parameters[name, int(x.inside)] = x
+        edges = array("i", chain.from_iterable(chain.from_iterable(starmap(self._edges, instructions))))
         starts, ends = np.frombuffer(edges, np.intc).reshape(-1, 2).T
         self.sources = Edges(ends, starts, len(self.places))
         self.uses = Edges(starts, ends, len(self.places))
 
     def node(self, computation: str, x: Instruction, leaf: int = 0) -> Node:
-        return self._first[computation][x.name] + leaf
+        return self._first[computation, x.name] + leaf
 
     def results(self, computation: str) -> range:
         """The results of a computation."""
