@@ -134,14 +134,6 @@ class Module:
         if current or self.entry not in self.roots:
             raise invalid("HLO with a complete ENTRY computation", f"{self.name}, truncated")
 
-    @cached_property
-    def partitions(self) -> int:
-        return self._count("num_partitions")
-
-    @cached_property
-    def replicas(self) -> int:
-        return self._count("replica_count")
-
     @property
     def for_tpu(self) -> bool:
         """Whether it is compiled for TPU: its layouts are tiled."""
@@ -152,14 +144,10 @@ class Module:
         """Whether it is compiled for CPU: it lacks the marks of GPU and TPU programs."""
         return not self.for_tpu and not self._queues
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Number of devices that run the program together."""
-        return self.partitions * self.replicas
-
-    def _count(self, name: str) -> int:
-        match = re.search(rf"\b{name}=(\d+)", self._header)
-        return int(match[1]) if match else 1
+        return math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self._header)))
 
     @cached_property
     def aliases(self) -> list[Alias]:
