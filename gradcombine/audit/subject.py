@@ -50,8 +50,13 @@ class Shape(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Width of an element."""
-        return bits(self.kind)
+        """Width of an element.
+
+        >>> [Shape(kind, ()).bits for kind in ("pred", "bf16", "f32", "s4", "f8e4m3fn", "c64")]
+        [8, 16, 32, 4, 8, 64]
+        """
+        match = re.match(r"[a-z]+(\d+)", self.kind)
+        return _BITS[self.kind] if self.kind in _BITS else int(match[1]) if match else 0
 
     @property
     def is_float(self) -> bool:
@@ -70,16 +75,6 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}[{','.join(map(str, self.dims))}]"
-
-
-def bits(kind: str) -> int:
-    """Width of an element type.
-
-    >>> [bits(kind) for kind in ("pred", "bf16", "f32", "s4", "f8e4m3fn", "c64")]
-    [8, 16, 32, 4, 8, 64]
-    """
-    match = re.match(r"[a-z]+(\d+)", kind)
-    return _BITS[kind] if kind in _BITS else int(match[1]) if match else 0
 
 
 Fact = Literal["donation", "compiled", "code", "exchanges", "shardings"]
