@@ -318,10 +318,7 @@ class Graph(Inlined, Subject[Operation]):
         return not values & self.escaping and all(x.op in PASSES for v in values for x in users(v))
 
     def _is_read_in_branch(self, touching: Iterable[Operation], outer: set[tuple[int, int]]) -> bool:
-        def is_used(x: Operation) -> bool:
-            return any(v.users for v in x.outputs)
-
-        reads = [x for x in touching if x.op == "ReadVariableOp" and is_used(x)]
+        reads = [x for x in touching if x.op == "ReadVariableOp" and any(v.users for v in x.outputs)]
         return any(not set(x.site.branches) <= outer or self._is_for_branches(x) for x in reads)
 
     def _clears(self, x: Operation, handle: Value) -> bool:

@@ -214,7 +214,7 @@ class Inlined:
 
     def _new_loop(self, x: Operation, given: Sequence[Value], count: int) -> GraphLoop:
         loop = GraphLoop(x, None, list(given[:count]))
-        loop.carried = [self._like(v) for v in loop.initial]
+        loop.carried = [self._value(v.shape) for v in loop.initial]
         self.graph_loops.append(loop)
         return loop
 
@@ -222,7 +222,7 @@ class Inlined:
         """Creates values for the arguments of a call."""
         passed = list[Value]()
         for v in given:
-            passed.append(self._like(v))
+            passed.append(self._value(v.shape))
             self._pass(x, passed[-1], v)
         return passed
 
@@ -239,9 +239,6 @@ class Inlined:
 
     def _argument(self, definition: Any) -> Value:
         return self._value(Shape(_kind(definition.type), (), exact=False))
-
-    def _like(self, v: Value) -> Value:
-        return self._value(v.shape)
 
     @staticmethod
     def _functions(node: Any) -> dict[str, list[str]]:

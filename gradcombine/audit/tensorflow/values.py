@@ -151,9 +151,7 @@ class Operation:
     def name(self) -> str:
         return f"{self.site.function}/{self.node.name}" if self.site.function else self.node.name
 
-    @property
-    def op_name(self) -> str:
-        return self.name
+    op_name = name
 
     @property
     def collective(self) -> str:
