@@ -122,7 +122,7 @@ class Meter:
         self._kind: Kind = kind_of(a)
         if kind_of(b) != self._kind:
             raise invalid(f"two {self._kind} leaves", f"{a} and {b}", name)
-        self._seen, self._equal, self._max_ulp = 0, True, -1
+        self._seen, self._equal, self._max_ulp = 0, True, 0
         self._small = np.zeros(EXACT_COUNTS, np.int64)
         self._long = np.zeros(NAN_LENGTH + 1, np.int64)
         self._largest, self._apart = 0, 0
@@ -147,7 +147,6 @@ class Meter:
         if same and np.array_equal(_bytes(left), _bytes(right)):
             self._small[0] += left.size
             self._long[0] += left.size
-            self._max_ulp = max(self._max_ulp, 0)
             self._magnitudes(left, left)
         else:
             self._measure(left, right, same)
@@ -167,14 +166,14 @@ class Meter:
         norms = np.sqrt(self._squares)
         both_zero = not norms.any()
         cosine = 1.0 if both_zero else float(self._dot / (norms[0] * norms[1])) if norms.all() else math.nan
-        absolute = max(self._max_ulp, 0) if self._kind == "integer" else self._apart
+        absolute = self._max_ulp if self._kind == "integer" else self._apart
         used = int(np.flatnonzero(self._long[:-1]).max(initial=0)) + 1
         return LeafDifference(
             self._name,
             self._shape,
             (str(self._dtypes[0]), str(self._dtypes[1])),
             self._equal,
-            max(self._max_ulp, 0),
+            self._max_ulp,
             self._median(),
             (*map(int, self._long[:used]), int(self._long[-1])),
             absolute,
@@ -196,7 +195,6 @@ class Meter:
         self._long += np.bincount(lengths, minlength=len(self._long))
         different = bits_differ(left, right) if same else left != right
         if not different.any():
-            self._max_ulp = max(self._max_ulp, 0)
             return
         self._equal = False
         if self._first is None:
@@ -239,10 +237,9 @@ class Meter:
         self._squares += np.array([np.vdot(x, x).real, square])
 
     def _relative(self, absolute: float) -> float:
-        # The quotient of two Python integers is correctly rounded.
-        if not math.isfinite(self._largest):  # the absolute value of a complex number may overflow
-            return math.inf if absolute else 0.0
-        return absolute / self._largest if self._largest else (math.inf if absolute else 0.0)
+        if self._largest and math.isfinite(self._largest):  # the absolute value of a complex number may overflow
+            return absolute / self._largest  # correctly rounded, also for two Python integers
+        return math.inf if absolute else 0.0
 
     def _element(self, left: np.ndarray, right: np.ndarray, i: int) -> Element:
         return Element(self._seen + i, left[i].item(), right[i].item())
