@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gradcombine.formats import Entry, from_array
+from gradcombine.formats import Entry
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import Pair, canonical, last_word, words_of
-from gradcombine.verify.diff.recurrent import gates
+from gradcombine.verify.diff.recurrent import gates, parts
 from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, Axes, cosine
 
 _PACKED = re.compile(r"(.*?)(?:in_proj|qkv|qkv_proj|c_attn)[_./](weight|bias|kernel)")
@@ -79,23 +79,17 @@ def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
         return dump
     shapes = Counter(tuple(sorted(leaf.shape)) for leaf in other.values())
     shapes.subtract(tuple(sorted(leaf.shape)) for leaf in dump.values())
-    parts: dict[str, Entry] = {}
+    leaves: dict[str, Entry] = {}
     for name, leaf in dump.items():
         packed = _PACKED.fullmatch(name)
         axis = _packed_axis(leaf.shape)
         names = [] if packed is None else [f"{packed[1]}{part}_proj_{packed[2]}" for part in _PARTS]
         fits = shapes[tuple(sorted(leaf.shape))] >= 0  # as many leaves have this shape there
         if not names or axis is None or fits or leaf.unread or fixed(name) or any(x in dump for x in names):
-            parts[name] = leaf
-            continue
-        shape = tuple(n // 3 if i == axis else n for i, n in enumerate(leaf.shape))
-        for number, name in enumerate(names):
-
-            def load(leaf: Entry = leaf, axis: int = axis, number: int = number) -> np.ndarray:
-                return np.split(leaf.whole(), 3, axis)[number]
-
-            parts[name] = from_array(name, shape, leaf.dtype, load)
-    return dump if len(parts) == len(dump) else parts
+            leaves[name] = leaf
+        else:
+            leaves |= zip(names, parts(leaf, axis, names), strict=True)
+    return dump if len(leaves) == len(dump) else leaves
 
 
 def _packed_axis(shape: tuple[int, ...]) -> int | None:

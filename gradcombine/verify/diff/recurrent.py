@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -184,7 +184,8 @@ def _stacked_cell(form: str, name: str, leaves: dict[str, Entry]) -> Cell | None
     for role, leaf in leaves.items():
         if role == "bias" and leaf.shape == (2, rows):
             for row, part in enumerate("ih"):
-                blocks = _blocks(leaf, 1, order, f"{row}, ", lambda x, row=row: x[row])
+                of_part = from_array(leaf.name, (rows,), leaf.dtype, lambda leaf=leaf, row=row: leaf.whole()[row])
+                blocks = _blocks(of_part, 0, order, str(row))
                 biases |= {(part, gate): block for gate, block in zip(order, blocks, strict=True)}
         elif role == "bias_n" and leaf.shape == (hidden,) and len(order) == 3:
             biases["h", "n"] = leaf
@@ -199,22 +200,21 @@ def _stacked_cell(form: str, name: str, leaves: dict[str, Entry]) -> Cell | None
     return Cell(name, form, frozenset(leaf.name for leaf in leaves.values()), kernels, biases, out_first)
 
 
-def _blocks(
-    leaf: Entry,
-    axis: int,
-    order: tuple[str, ...],
-    prefix: str = "",
-    row: Callable[[np.ndarray], np.ndarray] = lambda x: x,
-) -> Iterator[Entry]:
-    """The gates that are stacked in a leaf along an axis."""
-    shape = tuple(n // len(order) if i == axis else n for i, n in enumerate(leaf.shape))
-    for number, gate in enumerate(order):
+def _blocks(leaf: Entry, axis: int, order: tuple[str, ...], row: str = "") -> Iterator[Entry]:
+    """The gates that are stacked in a leaf along an axis; ``row`` is the number of the leaf's row in its file."""
+    labels = [", ".join(filter(None, (row, gate))) for gate in order]
+    return parts(leaf, axis, [f"{leaf.name}[{label}]" if label else leaf.name for label in labels])
+
+
+def parts(leaf: Entry, axis: int, names: Sequence[str]) -> Iterator[Entry]:
+    """Splits a leaf into equal parts along an axis."""
+    shape = tuple(n // len(names) if i == axis else n for i, n in enumerate(leaf.shape))
+    for number, name in enumerate(names):
 
         def load(number: int = number) -> np.ndarray:
-            return row(np.split(leaf.whole(), len(order), axis)[number])
+            return np.split(leaf.whole(), len(names), axis)[number]
 
-        name = f"{leaf.name}[{prefix}{gate}]" if gate else leaf.name + (f"[{prefix.rstrip(', ')}]" if prefix else "")
-        yield from_array(name, shape[1:] if prefix else shape, leaf.dtype, load)
+        yield from_array(name, shape, leaf.dtype, load)
 
 
 # Pairing of cells.
