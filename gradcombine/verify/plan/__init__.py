@@ -9,8 +9,7 @@ from gradcombine.audit import Target, find_target
 from gradcombine.audit.auditing import made_by, require_arguments
 from gradcombine.errors import operation, require_list
 from gradcombine.types import Tree
-from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
-from gradcombine.verify.plan.ways import DEFAULT, way_of
+from gradcombine.verify.plan.strategies import DEFAULT, Figures, Plan, Row, ranked, way_of
 
 if TYPE_CHECKING:
     import optax
@@ -46,7 +45,7 @@ def plan(
       mesh: a mapping of axes to sizes, in the order of the devices, or a mesh of as many devices. None: the mesh of the
         parameters' and the batch's shardings; without any, all devices along ``axis``.
       axis: mesh axis of the replicas.
-      names: names of strategies, see `gradcombine.verify.plan.ways.way_of`; None: `DEFAULT` there.
+      names: names of strategies, see `gradcombine.verify.plan.strategies.way_of`; None: `DEFAULT` there.
 
     Returns:
       A row for each strategy. A strategy that does not fit in memory, or that the library or the compiler rejects, also
@@ -84,7 +83,7 @@ def _plan(
         progress(strategy.name, i + 1, len(strategies))
         rows.append(costs.row_of(case, strategy, target, microbatch))
     axes = {str(name): int(size) for name, size in case.mesh.shape.items()}
-    return Plan(target, axes, case.axis, case.microbatches, explained(sorted(rows, key=rank)))
+    return Plan(target, axes, case.axis, case.microbatches, ranked(rows))
 
 
 @operation("plan")

@@ -22,8 +22,7 @@ from gradcombine.integrations.jax import run_if, value_and_grad
 from gradcombine.types import Tree
 from gradcombine.verify.plan.problem import Problem, plain
 from gradcombine.verify.plan.programs import Part, code, programs, split_specs
-from gradcombine.verify.plan.ranking import Figures, Row
-from gradcombine.verify.plan.ways import Strategy
+from gradcombine.verify.plan.strategies import Figures, Row, Strategy
 from gradcombine.wires import Wire
 
 

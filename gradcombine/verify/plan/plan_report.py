@@ -7,7 +7,7 @@ from typing import Any
 from gradcombine.audit import audit_report
 from gradcombine.audit.subject import size_text
 from gradcombine.reporting.sections import Cells, Section
-from gradcombine.verify.plan.ranking import Figures, Plan
+from gradcombine.verify.plan.strategies import Figures, Plan
 
 VERSION = 1
 """Version of the JSON format."""

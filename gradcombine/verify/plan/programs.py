@@ -16,7 +16,7 @@ from gradcombine.integrations.jax import train_step
 from gradcombine.types import Tree
 from gradcombine.verify.plan import step_accumulated, step_scattered, step_sharded
 from gradcombine.verify.plan.problem import Problem, across_elements
-from gradcombine.verify.plan.ways import Strategy
+from gradcombine.verify.plan.strategies import Strategy
 
 Part: TypeAlias = tuple[Callable[..., Tree], tuple[Tree, ...], int]
 """A jitted step, specs of its arguments with their shardings, and the number of calls per window."""

@@ -23,7 +23,7 @@ from gradcombine.audit.target import Published
 from gradcombine.integrations.jax import Loss, LossOutput
 from gradcombine.verify.command import app
 from gradcombine.verify.plan import Plan, plan
-from gradcombine.verify.plan.ways import CALLS, DEFAULT, NUMBERS, PLACES, way_of
+from gradcombine.verify.plan.strategies import CALLS, DEFAULT, NUMBERS, PLACES, way_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
