@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -96,20 +97,16 @@ def _bands(
     """Bands over the drawn iteration of each loop."""
     bands = list[Band]()
     for depth in range(DEEPEST):
-        first = 0
-        for i in range(len(steps) + 1):
-            loops = steps[first].loops[: depth + 1] if first < len(steps) else ()
-            if i < len(steps) and steps[i].loops[: depth + 1] == loops:
-                continue
+        for loops, group in groupby(enumerate(steps), key=lambda step: step[1].loops[: depth + 1]):
+            (first, _), *others = group
             if len(loops) > depth:
                 loop = loops[depth]
-                width = starts[i] - starts[first]
+                width = starts[first + len(others) + 1] - starts[first]
                 trips = "?" if loop.trips is None else f"{loop.trips:,}"
                 each = (_time if published else size_text)(width * total)
                 source = short(program.source(loop.operation))
                 words = f"a loop of {trips} iterations, {each} each" + f", {source}" * bool(source)
                 bands.append(Band(starts[first], width, depth, f"x {trips}", words))
-            first = i
     return bands
 
 
