@@ -292,20 +292,18 @@ class Program(Module):
         if x.opcode not in ("dot", "custom-call", "convolution") or len(x.operands) < 2:
             return None
         left, right = (self.computations[name][operand].shapes[0] for operand in x.operands[:2])
-        width = max(left.bits, right.bits)
-        if x.opcode == "dot":
-            return 2.0 * x.shapes[0].elements * math.prod(left.dims[i] for i in x.lists("lhs_contracting_dims")), width
-        if x.opcode == "custom-call" and (
-            match := re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
-        ):
-            contracted = math.prod(left.dims[int(i)] for i in re.findall(r"\d+", match[1]))
-            return 2.0 * x.shapes[0].elements * contracted, width
-        if x.opcode == "convolution" and (match := re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)):
+        outputs, width = x.shapes[0].elements, max(left.bits, right.bits)
+        if x.opcode == "convolution":
             # Each output element sums over the kernel except its output features. Padding is not counted.
-            features = right.dims[match[1].index("o")]
-            outputs = x.shapes[0].elements
-            return 2.0 * outputs * right.elements / features, width
-        return None
+            match = re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)
+            return (2.0 * outputs * right.elements / right.dims[match[1].index("o")], width) if match else None
+        contracted = x.lists("lhs_contracting_dims")
+        if x.opcode == "custom-call":
+            match = re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
+            if match is None:
+                return None
+            contracted = map(int, re.findall(r"\d+", match[1]))
+        return 2.0 * outputs * math.prod(left.dims[i] for i in contracted), width
 
     def _fused(self, x: Instruction, operands: list[Instruction]) -> int:
         """Bytes that a fusion moves: the parts of its operands that it reads, and its results."""
