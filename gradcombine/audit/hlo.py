@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from functools import cached_property
 from sys import intern
 from typing import NamedTuple
@@ -112,7 +113,7 @@ class Module:
             raise invalid("text of HLO, which begins with HloModule", self._header[:80] or "nothing")
         self.name = self._header.split(",")[0].removeprefix("HloModule ").strip()
         self._queues = '"operation_queue_id"' in text
-        self._tables: dict[str, dict[int, str]] = {}
+        self._tables = defaultdict[str, dict[int, str]](dict)
         current, table, instructions, shapes = "", "", dict[str, Instruction](), dict[str, Shapes]()
         for match in re.finditer(r".+", text):  # not splitlines, which would copy the text
             line = re.sub(r"/\*.*?\*/", "", match[0]) if "/*" in match[0] else match[0]
@@ -130,7 +131,7 @@ class Module:
             elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = line
             elif table and (row := re.match(r"(\d+) (.*)", line)):
-                self._tables.setdefault(table, {})[int(row[1])] = row[2]
+                self._tables[table][int(row[1])] = row[2]
         if current or self.entry not in self.roots:
             raise invalid("HLO with a complete ENTRY computation", f"{self.name}, truncated")
 
@@ -178,14 +179,13 @@ class Module:
             return [Frame(plain[1], int(plain[2] or 0), "")]
         frames, frame = list[Frame](), x.number("stack_frame_id")
         seen = set[int]()  # frames of a damaged table may form a cycle
-        while frame and frame not in seen and (row := self._tables.get("StackFrames", {}).get(frame)):
+        while frame and frame not in seen and (row := self._tables["StackFrames"].get(frame)):
             seen.add(frame)
             numbers = dict(re.findall(r"(\w+)=(\d+)", row))
-            place = self._tables.get("FileLocations", {}).get(int(numbers.get("file_location_id", 0)), "")
+            place = self._tables["FileLocations"].get(int(numbers.get("file_location_id", 0)), "")
             location = dict(re.findall(r"(\w+)=(\d+)", place))
-            file = self._tables.get("FileNames", {}).get(int(location.get("file_name_id", 0)), "").strip('"')
-            names = self._tables.get("FunctionNames", {})
-            function = names.get(int(location.get("function_name_id", 0)), "").strip('"')
+            file = self._tables["FileNames"].get(int(location.get("file_name_id", 0)), "").strip('"')
+            function = self._tables["FunctionNames"].get(int(location.get("function_name_id", 0)), "").strip('"')
             frames.append(Frame(file, int(location.get("line", 0)), function))
             frame = int(numbers.get("parent_frame_id", 0))
         return frames
