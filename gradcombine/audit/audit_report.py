@@ -148,7 +148,7 @@ def names(text: str | None) -> frozenset[str]:
 
 def as_json(reports: Sequence[Audit]) -> dict[str, Any]:
     """The full reports as JSON, with sizes in bytes and times in seconds."""
-    return {"version": VERSION, "programs": [_one(report) for report in reports]}
+    return {"version": VERSION, "programs": list(map(program_as_json, reports))}
 
 
 class Measured(NamedTuple):
@@ -192,7 +192,7 @@ def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: frozenset[str])
       GradCombineError: for a program that the baseline lacks.
     """
     lines = list[str]()
-    for (name, target, index), now in _measured([_one(report) for report in reports]).items():
+    for (name, target, index), now in _measured(map(program_as_json, reports)).items():
         before = baseline.get((name, target, index))
         if before is None:
             known = ", ".join(dict.fromkeys(f"{name} on {target}" for name, target, _ in baseline)) or "no program"
@@ -201,7 +201,8 @@ def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: frozenset[str])
     return lines
 
 
-def _one(report: Audit) -> dict[str, Any]:
+def program_as_json(report: Audit) -> dict[str, Any]:
+    """The report of one program as JSON."""
     memory = report.memory
     return {
         "name": report.name,

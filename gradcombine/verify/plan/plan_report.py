@@ -94,12 +94,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "compiled": row.compiled and row.compiled._asdict(),
                 "predicted": row.predicted and row.predicted._asdict(),
                 "bounds": {name: bound._asdict() for name, bound in row.bounds.items()},
-                "programs": [
-                    {"calls": calls} | program
-                    for (_, calls), program in zip(
-                        row.calls, audit_report.as_json([one for one, _ in row.calls])["programs"], strict=True
-                    )
-                ],
+                "programs": [{"calls": calls} | audit_report.program_as_json(one) for one, calls in row.calls],
                 "code": row.code,
             }
             for row in plan.rows
