@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self, cast
 
 import ml_dtypes
@@ -106,10 +105,7 @@ class Recording:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del error, trace
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:  # also after an error: the last steps matter most then
             self.close()
         except GradCombineError:
@@ -170,7 +166,6 @@ class Recorder(Recording):
 
     name = "record"
 
-    @operation("record")
     def __init__(self, directory: Path, steps: Container[int] | None) -> None:
         super().__init__()
         self._directory, self._steps = directory, steps
