@@ -18,7 +18,7 @@ from gradcombine.formats import Entry
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import Pair, canonical, last_word, words_of
 from gradcombine.verify.diff.recurrent import gates, parts
-from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, Axes, cosine
+from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, cosine
 
 _PACKED = re.compile(r"(.*?)(?:in_proj|qkv|qkv_proj|c_attn)[_./](weight|bias|kernel)")
 _PARTS = "qkv"
@@ -49,28 +49,23 @@ def common(
     return _merged(a, b, unchanged), _merged(b, a, unchanged), pairs
 
 
-def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:
-    """The layout of a transposed convolution's kernel in flax, (H, W, I, O), and PyTorch, (I, O, H, W) and flipped.
+def flipped(a: Dump, b: Dump, pair: Pair) -> Pair | None:
+    """The pair as the kernels of a transposed convolution; None if names, shapes or values are not of such kernels.
 
-    Returns:
-      The order of the second leaf's axes that gives the first leaf, and the second leaf's spatial axes; None if the
-      names are not of these two frameworks.
+    flax lays them out as (H, W, I, O), PyTorch as (I, O, H, W) with H and W reversed.
     """
-    if not 3 <= axes <= 5 or words_of(pair) != {"kernel", "weight"}:
+    left, right = a[pair.a], b[pair.b]
+    axes = len(left.shape)
+    if not 3 <= axes <= 5 or left.size > MAX_SIZE or words_of(pair) != {"kernel", "weight"}:
         return None
     if last_word(pair.b) == "kernel":
-        return (axes - 2, axes - 1, *range(axes - 2)), tuple(range(axes - 2))
-    return (*range(2, axes), 0, 1), tuple(range(2, axes))
-
-
-def flipped(a: Dump, b: Dump, pair: Pair) -> Pair | None:
-    """The pair with the layout of a `transposed_convolution`; None if the values do not agree in that layout."""
-    left, right = a[pair.a], b[pair.b]
-    layout = transposed_convolution(pair, len(left.shape))
-    if layout is None or tuple(right.shape[i] for i in layout[0]) != left.shape or left.size > MAX_SIZE:
+        order, spatial = (axes - 2, axes - 1, *range(axes - 2)), tuple(range(axes - 2))
+    else:
+        order, spatial = (*range(2, axes), 0, 1), tuple(range(2, axes))
+    if tuple(right.shape[i] for i in order) != left.shape:
         return None
-    alike = cosine(left.whole(), np.flip(right.whole(), layout[1]).transpose(layout[0])) >= ALIKE
-    return pair._replace(axes=layout[0], flipped=layout[1]) if alike else None
+    alike = cosine(left.whole(), np.flip(right.whole(), spatial).transpose(order)) >= ALIKE
+    return pair._replace(axes=order, flipped=spatial) if alike else None
 
 
 def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
