@@ -87,13 +87,6 @@ class Instruction(NamedTuple):
         return kind if kind in COLLECTIVES else ""
 
 
-class Alias(NamedTuple):
-    """A result that reuses the buffer of a parameter: the result's tuple index, and the parameter's number."""
-
-    output: tuple[int, ...]
-    parameter: int
-
-
 class Module:
     """A compiled program, parsed from its text.
 
@@ -151,11 +144,12 @@ class Module:
         return math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self._header)))
 
     @cached_property
-    def aliases(self) -> list[Alias]:
-        """Results that reuse the buffers of parameters."""
+    def aliases(self) -> dict[int, int]:
+        """The parameters whose buffers results reuse, by the index in `results`."""
         match = re.search(r"input_output_alias=\{(.*?)\ }", self._header)
         rows = re.findall(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}", match[1]) if match else []
-        return [Alias(tuple(int(n) for n in index.split(",") if n.strip()), int(number)) for index, number in rows]
+        indices = [(list(map(int, re.findall(r"\d+", index))) or [0], int(number)) for index, number in rows]
+        return {self.roots[self.entry].leaf(outer) + sum(inner): number for (outer, *inner), number in indices}
 
     @cached_property
     def donors(self) -> list[int]:

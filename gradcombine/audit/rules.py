@@ -138,8 +138,7 @@ def optimizer_every_microbatch(subject: Subject[X]) -> Iterator[Finding]:
 def donation_lost(search: Search) -> Iterator[Finding]:
     """Reports donated arguments whose buffers are not reused although a result of similar shape exists."""
     program = search.program
-    taken = {alias.output[0] if alias.output else 0 for alias in program.aliases}
-    free = [shape for i, shape in enumerate(program.results) if i not in taken]
+    free = [shape for i, shape in enumerate(program.results) if i not in program.aliases]
     lost = defaultdict[tuple[str, str, str], list[Instruction]](list)
     for number in sorted(search.donated - search.aliased):
         if number >= len(program.parameters):

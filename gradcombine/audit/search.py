@@ -59,7 +59,7 @@ class Search(Sums, Subject[Instruction]):
     def __init__(self, program: Program, donated: frozenset[int]) -> None:
         super().__init__(program)
         self.merges_sums = not program.for_cpu
-        self.aliased = {alias.parameter for alias in program.aliases}
+        self.aliased = set(program.aliases.values())
         self.donated = donated | self.aliased | set(program.donors)
         self.source = program.source
         self._by_counter = cache(self._decided_by_counter)
@@ -199,10 +199,9 @@ class Search(Sums, Subject[Instruction]):
             shapes = [self.flow.places[node].shape for node in self.carried(body)]
             yield from ((shapes[i], loop.operation) for i in sorted(self.accumulators(body)) if shapes[i].is_narrow)
             return
-        for alias in self.program.aliases:
-            x = self.program.parameters[alias.parameter]
-            result = self.flow.results(self.program.entry)[alias.output[0] if alias.output else 0]
-            if x.shapes[0].is_narrow and x.bytes >= FEW_SCALARS and self._adds_over_calls(x, result):
+        for result, number in self.program.aliases.items():
+            x, node = self.program.parameters[number], self.flow.results(self.program.entry)[result]
+            if x.shapes[0].is_narrow and x.bytes >= FEW_SCALARS and self._adds_over_calls(x, node):
                 yield x.shapes[0], x
 
     def operand_key(self, exchange: Exchange[Instruction]) -> object:
