@@ -139,7 +139,7 @@ class Inlined:
         """Inlines the functions that an operation calls; returns False if the operation itself is kept."""
         functions = self._functions(x.node)
         if x.op in WHILE:
-            loop = self._new_loop(x, x.inputs, len(x.inputs))
+            loop = self._new_loop(x, x.inputs)
             loop.results = self._call(x, functions["body"][0], loop.carried, loop)
             (loop.condition, *_) = self._call(x, functions["cond"][0], loop.carried, loop)
             for i, result in enumerate(loop.results):
@@ -151,9 +151,10 @@ class Inlined:
                 branches = [*functions["else_branch"], *functions["then_branch"]]
             number = len(self.conditionals)
             self.conditionals.append(x)
-            results = list[list[Value]]()
-            for i, name in enumerate(branches):
-                results.append(self._call(x, name, self._passed(x, x.inputs[1:]), branch=(number, i)))
+            results = [
+                self._call(x, name, self._passed(x, x.inputs[1:]), branch=(number, i))
+                for i, name in enumerate(branches)
+            ]
             for output, *given in zip(x.outputs, *results, strict=True):
                 self._pass(x, output, x.inputs[0], *given, op=CHOSEN)
             x.inputs[0].users.append(x)  # even without an output
@@ -166,7 +167,7 @@ class Inlined:
         else:
             # An unknown operation may call its functions any number of times.
             for name in (name for names in functions.values() for name in names if self._has_effects(name)):
-                loop = self._new_loop(x, (), 0)
+                loop = self._new_loop(x)
                 arguments = [self._argument(a) for a in self._library[name].signature.input_arg]
                 self.escaping.update(self._call(x, name, arguments, loop))
             if x.op in PYTHON:
@@ -179,7 +180,7 @@ class Inlined:
     def _over_data(self, x: Operation, name: str) -> None:
         arguments = self._library[name].signature.input_arg
         carried, captured = (len(x.node.attr[key].list.type) for key in ("Tstate", "Targuments"))
-        loop = self._new_loop(x, x.inputs[1:], carried)
+        loop = self._new_loop(x, x.inputs[1 : 1 + carried])
         element = [self._argument(a) for a in arguments[carried : len(arguments) - captured]]
         captures = self._passed(x, x.inputs[1 + carried : 1 + carried + captured])
         results = self._call(x, name, [*loop.carried, *element, *captures], loop)
@@ -212,9 +213,8 @@ class Inlined:
         find = self._inline(function.node_def, site, arguments)
         return [find(function.ret[result.name]) for result in function.signature.output_arg]
 
-    def _new_loop(self, x: Operation, given: Sequence[Value], count: int) -> GraphLoop:
-        loop = GraphLoop(x, None, list(given[:count]))
-        loop.carried = [self._value(v.shape) for v in loop.initial]
+    def _new_loop(self, x: Operation, initial: Sequence[Value] = ()) -> GraphLoop:
+        loop = GraphLoop(x, None, list(initial), [self._value(v.shape) for v in initial])
         self.graph_loops.append(loop)
         return loop
 
