@@ -56,7 +56,7 @@ def find(program: Program | Graph, donated: Sequence[int] = ()) -> list[Finding]
       program: the program.
       donated: indices of donated parameters, in addition to those that the program names.
     """
-    subject = Search(program, frozenset(donated)) if isinstance(program, Program) else program
+    subject = Search(program, donated) if isinstance(program, Program) else program
     return [finding for name in judged(program.unknown) for finding in RULES[name].check(subject)]
 
 
@@ -94,7 +94,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         if number not in search.aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
             batch.add(node)
     repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
-    moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
+    moving = MOVING | {"select", "dynamic-update-slice"}
     for exchange in program.exchanges:
         gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
         if not gathers or exchange.few or exchange.members == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from gradcombine.audit.subject import (
 from gradcombine.audit.sums import RENAMING, SUMS, Sums
 
 SCALES = {"multiply", "divide"}
-WHOLE = frozenset(MOVING - {"slice", "dynamic-slice", "concatenate", "pad", "all-gather", "all-to-all"})
+WHOLE = MOVING - {"slice", "dynamic-slice", "concatenate", "pad", "all-gather", "all-to-all"}
 
 SHARE = 0.05
 """Smallest fraction of a program's flops or bytes that is reported."""
@@ -56,11 +56,11 @@ class Search(Sums, Subject[Instruction]):
 
     noun = "arrays"
 
-    def __init__(self, program: Program, donated: frozenset[int]) -> None:
+    def __init__(self, program: Program, donated: Iterable[int]) -> None:
         super().__init__(program)
         self.merges_sums = not program.for_cpu
         self.aliased = set(program.aliases.values())
-        self.donated = donated | self.aliased | set(program.donors)
+        self.donated = {*donated, *self.aliased, *program.donors}
         self.source = program.source
         self._by_counter = cache(self._decided_by_counter)
 
@@ -186,7 +186,7 @@ class Search(Sums, Subject[Instruction]):
         promoted = any(name.endswith("_promoted") for name in exchange.x.called("to_apply"))
         if promoted or (exchange.kind not in REDUCING and self.program.for_cpu):
             return
-        through = frozenset(MOVING - {"convert", "all-gather", "collective-permute", "all-to-all", "while"})
+        through = MOVING - {"convert", "all-gather", "collective-permute", "all-to-all", "while"}
         name = exchange.computation
         for operand in exchange.x.operands:
             for node in self.moved_from([self.flow.node(name, self.program.computations[name][operand])], through):
@@ -215,7 +215,7 @@ class Search(Sums, Subject[Instruction]):
         operands = [n for node in self.flow.leaves(exchange.computation, exchange.x) for n in self.flow.sources[node]]
         if not all(self.flow.equality.within(node, exchange.groups) for node in operands):
             return False
-        earlier = self.moved_from(operands, frozenset(LINEAR | SCALES | REDUCING))
+        earlier = self.moved_from(operands, LINEAR | SCALES | REDUCING)
         others = (x for x in self.exchanges if x is not exchange and x.groups == exchange.groups)
         return any(earlier.intersection(self.flow.leaves(other.computation, other.x)) for other in others)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import cache
 
 from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
@@ -54,7 +54,7 @@ class Sums:
         nodes = self.flow.closure([result]) & reached | {result}
         return all(self._commutes_with_sum(node, nodes) for node in nodes - {part})
 
-    def moved_from(self, start: Iterable[Node], through: frozenset[str] = frozenset(MOVING)) -> set[Node]:
+    def moved_from(self, start: Iterable[Node], through: Set[str] = MOVING) -> set[Node]:
         """Follows values back through operations that only move them, up to and including those that compute them."""
         flow = self.flow
         return walk(start, lambda node: flow.sources[node] if flow.opcode(node) in through else ())
@@ -133,7 +133,7 @@ class Sums:
         stacked = set[int]()
         for i, (node, result) in enumerate(zip(self.carried(body), self.flow.results(body), strict=True)):
             nodes = self.flow.reached([node], within=self.inside(body))
-            opcodes = {self.flow.opcode(n) for n in self.moved_from([result], frozenset(MOVING))}
+            opcodes = {self.flow.opcode(n) for n in self.moved_from([result])}
             others = {j for j, other in enumerate(self.flow.results(body)) if other in nodes}
             if "dynamic-update-slice" in opcodes and others <= {i}:
                 stacked.add(i)
