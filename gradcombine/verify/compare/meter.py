@@ -14,6 +14,7 @@ from gradcombine.verify.compare.ulp import (
     Kind,
     bits_differ,
     distances,
+    equal_bits,
     kind_of,
     same_specials,
 )
@@ -133,13 +134,12 @@ class Meter:
         )
         if left.size == 0:
             return
-        same = self._dtypes[0] == self._dtypes[1]
-        if same and np.array_equal(_bytes(left), _bytes(right)):
+        if equal_bits(left, right):
             self._small[0] += left.size
             self._long[0] += left.size
             self._magnitudes(left, left)
         else:
-            self._measure(left, right, same)
+            self._measure(left, right)
             self._magnitudes(left, right)
         self._seen += left.size
 
@@ -170,13 +170,13 @@ class Meter:
             self._worst,
         )
 
-    def _measure(self, left: np.ndarray, right: np.ndarray, same: bool) -> None:
+    def _measure(self, left: np.ndarray, right: np.ndarray) -> None:
         apart = distances(self._kind, left, right)
         lengths = apart.lengths(self._kind)
         short = apart.ulps[lengths <= (EXACT_COUNTS - 1).bit_length()]
         self._small += np.bincount(short.astype(np.int64), minlength=EXACT_COUNTS)
         self._long += np.bincount(lengths, minlength=len(self._long))
-        different = bits_differ(left, right) if same else left != right
+        different = bits_differ(left, right) if left.dtype == right.dtype else left != right
         if not different.any():
             return
         self._equal = False
@@ -236,7 +236,3 @@ class Meter:
             return int(np.searchsorted(counted, middle))
         length = int(np.searchsorted(np.cumsum(self._long), middle))
         return NAN_DISTANCE if length == NAN_LENGTH else 1 << max(length - 1, 0)
-
-
-def _bytes(array: np.ndarray) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(array).view(np.uint8)
