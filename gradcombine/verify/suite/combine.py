@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -163,10 +164,8 @@ def cases(framework: Framework, counts: Sequence[int], full: bool) -> Iterator[C
     """Rows of a framework, including the modes ``on_demand`` if ``full``; ``counts``: of replicas."""
     for name, mode in framework.modes.items():
         if full or not mode.on_demand:
-            for order in ORDERS:
-                for place in mode.places:
-                    for count in counts if mode.spread else (1,):
-                        yield Case(framework, name, place, count, order)
+            for order, place, count in product(ORDERS, mode.places, counts if mode.spread else (1,)):
+                yield Case(framework, name, place, count, order)
 
 
 def combined(
