@@ -171,8 +171,8 @@ class _Tokens:
         flat = backend.flat(backend.cast(values, self.dtype))
         self._rows = backend.row_numbers(values)
         present = self._rows == self._rows
-        if mask is not None:
-            marks = self._flat(mask, "mask", ("bool", "float", "integer"))
+        marks = None if mask is None else self._flat(mask, "mask", ("bool", "float", "integer"))
+        if marks is not None:
             present = present & (marks if backend.dtype(marks) == np.bool_ else marks != 0)
         self._segments = ids = None
         if segments is not None:
@@ -181,7 +181,7 @@ class _Tokens:
             present = present & (self._segments > 0)
         self.present = present
         self.values = backend.where(present, flat, backend.full((), 0, self.dtype, [flat]))
-        if mask is not None:
+        if marks is not None:
             self._require_mask(marks)
         if self._segments is not None:
             length = self._length()
