@@ -208,6 +208,8 @@ class Exchange(NamedTuple, Generic[X]):
             return hosts, 2 * (hosts - 1) / hosts * self.operand / on_host
         if self.kind in ("all-gather", "reduce-scatter"):
             return hosts, (hosts - 1) / hosts * self.size / on_host
+        if self.kind in ("all-to-all", "ragged-all-to-all"):
+            return hosts, (self.members - on_host) / self.members * self.size
         return hosts, self.sent()
 
 

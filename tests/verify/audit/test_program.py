@@ -134,6 +134,7 @@ def test_a_loop_makes_different_what_it_adds_to() -> None:
         ),
         ("collective-permute(%p), source_target_pairs={{0,1},{1,0}}", 4096, 0),
         ("all-to-all(%p), replica_groups=[4,2]<=[2,4]T(1,0)", Fraction(1, 2) * 4096, Fraction(1, 2) * 4096),
+        ("all-to-all(%p), replica_groups=[1,8]<=[8]", Fraction(7, 8) * 4096, Fraction(4, 8) * 4096),
         ("all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add", 0, 0),
     ],
 )
