@@ -146,14 +146,18 @@ def importing(operation: str, extra: str | None = None) -> Generator[None, None,
         raise MissingPackageError(operation, [package], extra) from error
 
 
-@contextmanager
-def within(path: str | Callable[[], str]) -> Generator[None, None, None]:
+class within:  # noqa: N801 (used as a function; a generator would take several times as long)
     """Prepends a path, or the result of a function, to the path of a GradCombineError raised in the body."""
-    try:
-        yield
-    except GradCombineError as error:
-        error.within(path() if callable(path) else path)
-        raise
+
+    def __init__(self, path: str | Callable[[], str]) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, GradCombineError):
+            error.within(self._path() if callable(self._path) else self._path)
 
 
 def legible(text: str, most: int | None = None) -> str:
