@@ -66,7 +66,6 @@ class Prediction(NamedTuple):
       floats: the result; None: the cause is certain without one.
       terms: the sum of the coefficients of the results that it combines.
       leaves: indices of the leaves that it predicts; None: all.
-      tolerance: the largest distance from the division's result, in multiples of the rounding bound.
       line: the source line; None: as `step_program.line_of` finds it.
     """
 
@@ -75,7 +74,6 @@ class Prediction(NamedTuple):
     floats: Floats | None = None
     terms: float = 0
     leaves: Iterable[int] | None = None
-    tolerance: float = 1.0
     line: str | None = None
 
 
@@ -86,7 +84,7 @@ def explained(standard: Standard, case: Case, hypotheses: Iterable[Hypothesis]) 
     """Returns the first prediction that is certain or accounts for the result."""
     for hypothesis in hypotheses:
         for x in hypothesis(standard, case):
-            if x.floats is None or accounts_for(standard, case, x.floats, x.terms, x.leaves, x.tolerance):
+            if x.floats is None or accounts_for(standard, case, x.floats, x.terms, x.leaves):
                 return x
     return None
 
@@ -99,7 +97,7 @@ def accounts_for(
     leaves: Iterable[int] | None = None,
     tolerance: float = 1.0,
 ) -> bool:
-    """Whether a prediction is within rounding of the result, and much closer to it than one batch is."""
+    """Whether a prediction is within ``tolerance`` rounding bounds of the result, and much closer than one batch is."""
     prediction, one_batch = distances(standard, case, predicted, terms, leaves)
     within = prediction <= max(tolerance, case.unexplained * one_batch)
     return bool(within and one_batch >= 4 * prediction and one_batch > 1)
