@@ -20,7 +20,7 @@ from gradcombine.errors import (
 )
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.case import Terms, case_of
+from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
@@ -216,7 +216,7 @@ def checked(
             add(str(split), Cause.STATE)
             continue
         if split != ONE_BATCH and distance(str(split), split, batch, result) > 1:
-            add(str(split), *explain(standard, case_of(standard, split, result, terms)))
+            add(str(split), *explain(standard, split, result, terms))
             continue
         if split != ONE_BATCH and (dtype := standard.narrow_sums(split)):
             text = f"gradients are added in {dtype}, which rounds them by more than float32 does"
@@ -257,8 +257,7 @@ def checked(
         name = f"{split} in reverse order"
         result = run(name, split, in_reverse)
         if result is not None and distance(name, split, in_reverse, result, reverse=True) > 1:
-            reversed_standard = Standard(subject.on(in_reverse), unit)
-            cause, detail, _ = explain(reversed_standard, case_of(reversed_standard, split, result, terms))
+            cause, detail, _ = explain(Standard(subject.on(in_reverse), unit), split, result, terms)
             add(name, cause, detail)
     not_asked = () if pad is not None else ("padding, which needs the argument pad",)
     if not faults:

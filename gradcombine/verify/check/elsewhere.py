@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.case import Terms, case_of
+from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.leaves import perturbation
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Subject
@@ -78,7 +78,7 @@ def _fault(
         far = second.distance(split, batch, result)
         standard.is_coarse |= second.is_coarse
         if far > 1:
-            cause, detail, line = explain(second, case_of(second, split, result, terms))
+            cause, detail, line = explain(second, split, result, terms)
             standard.not_compared = second.not_compared
             return Fault(cause, name, detail, line)
     return None

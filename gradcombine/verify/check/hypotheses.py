@@ -43,12 +43,13 @@ from gradcombine.verify.check.step_report import BY_DESIGN, Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
-def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
+def explain(standard: Standard, split: Split, native: Result, terms: Terms | None) -> tuple[Cause, str, str]:
     """Returns the cause of a difference, its detail, and the source line.
 
     Tries hypotheses that explain all leaves, then all leaves that differ (a loss among them may be right), then most of
     these, and last hypotheses that leave a small part of the difference unexplained, as with two causes at once.
     """
+    case = case_of(standard, split, native, terms)
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     differing = tuple(np.flatnonzero(shares > 1).tolist())
     order_dependent = standard.order_dependent
@@ -72,7 +73,7 @@ def explain(standard: Standard, case: Case) -> tuple[Cause, str, str]:
 
     for hypotheses, tried, text in attempts():
         if (x := explained(standard, tried, hypotheses)) is not None:
-            line = line_of(x.cause, x.detail, standard.subject, case.split) if x.line is None else x.line
+            line = line_of(x.cause, x.detail, standard.subject, split) if x.line is None else x.line
             if x.cause in BY_DESIGN.values() and not standard.not_compared:
                 standard.not_compared = not_predicted(standard, case, sorted({*differing} - {*leaves}))
             return x.cause, "; ".join(filter(None, (x.detail, text))), line
@@ -272,7 +273,7 @@ def _explain_inner(inner: Standard, split: Split, terms: Terms | None) -> tuple[
     """Returns the gradient of a division, and the explanation of its difference from that of one batch."""
     native = inner.subject.run(split, inner.subject.batch)
     right = terms if terms is not None and are_right(inner, terms) else None
-    return native, explain(inner, case_of(inner, split, native, right))
+    return native, explain(inner, split, native, right)
 
 
 CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, Cause.DENOMINATOR)
