@@ -8,21 +8,13 @@ from contextlib import suppress
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.reporting.words import listed
-from gradcombine.verify.check.case import (
-    Case,
-    Prediction,
-    explained,
-    partitions,
-    separate_results,
-    split_by,
-    weights_of,
-)
+from gradcombine.verify.check.case import Case, Prediction, explained, numbers, partitions, split_by
 from gradcombine.verify.check.combinations import linear
 from gradcombine.verify.check.leaves import array_of, flattened, is_float, is_present
 from gradcombine.verify.check.moves import in_sequence
 from gradcombine.verify.check.running import Floats, NotWide
-from gradcombine.verify.check.standard import SAME, Standard, combined
+from gradcombine.verify.check.separate import candidate_weights, separate_results
+from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
 
@@ -40,14 +32,10 @@ def beside_statistics(
     """
     count = len(standard.subject.param_leaves) if standard.subject.returns_params else 0
     others = leaves = _far(standard, case, standard.best.floats, leaves)
-    for pieces in partitions(standard.examples, case.split).values():
-        if not others or (floats := separate_results(standard, pieces)) is None:
-            continue
-        candidates = weights_of(standard, pieces)
-        fitted = standard.fit(case.result.floats, floats, case.wide, seen)
-        if fitted is not None and abs(fitted.sum() - 1) < SAME:
-            candidates.append(fitted / fitted.sum())
-        for weights in candidates:
+    for _, pieces, floats in separate_results(standard, case.split):
+        if not others:
+            return
+        for weights in candidate_weights(standard, case, pieces, floats, seen):
             predicted = combined(weights, floats)
             far = _far(standard, case, predicted, leaves)
             moving = [i for i in far if i < count]
@@ -105,12 +93,11 @@ def _is_counted(standard: Standard, case: Case, index: int, total: np.ndarray) -
 
 def _of_some(standard: Standard, case: Case) -> Iterator[tuple[Cause, str, Floats]]:
     """Yields the sum of the microbatches' separate results, and each of them."""
-    for name, pieces in partitions(standard.examples, case.split).items():
-        if (floats := separate_results(standard, pieces)) is not None:
-            text = f"the sum of the results of the {len(pieces)} microbatches{split_by(name)}"
-            yield Cause.SUM, text, combined(np.ones(len(pieces)), floats)
-            for rows, result in zip(pieces, floats, strict=True):
-                yield Cause.LOST, f"the result of examples {listed([*map(str, rows)], 6)} alone", result
+    for name, pieces, floats in separate_results(standard, case.split):
+        text = f"the sum of the results of the {len(pieces)} microbatches{split_by(name)}"
+        yield Cause.SUM, text, combined(np.ones(len(pieces)), floats)
+        for rows, result in zip(pieces, floats, strict=True):
+            yield Cause.LOST, f"the result of examples {numbers(rows)} alone", result
 
 
 def _far(standard: Standard, case: Case, predicted: Floats, leaves: Sequence[int]) -> list[int]:

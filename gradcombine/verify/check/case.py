@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from gradcombine.reporting.words import listed
 from gradcombine.types import Tree
 from gradcombine.verify.check.running import Floats, NotWide, Result, Rows, Split
-from gradcombine.verify.check.standard import Standard, combined
+from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import Cause
 
 Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
@@ -173,30 +174,11 @@ def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
     return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
 
 
-def separate_results(standard: Standard, pieces: Sequence[Rows], copied: bool = True) -> Sequence[Floats] | None:
-    """Returns one batch's results for each microbatch, see `combinations.microbatches`; None if one cannot run."""
-    parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
-    floats = [part.floats for part in parts if part is not None]
-    return floats if len(floats) == len(pieces) else None
-
-
-def are_separate(standard: Standard, case: Case, leaves: Sequence[int]) -> bool:
-    """Whether those of these leaves that have to be explained are the mean of the microbatches' separate results."""
-    divided = [(x, separate_results(standard, x)) for x in partitions(standard.examples, case.split).values()]
-    return any(
-        accounts_for(standard, case, combined(weights, floats), 1, leaves)
-        for pieces, floats in divided
-        if floats is not None
-        for weights in weights_of(standard, pieces)
-    )
-
-
-def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:
-    """Returns plausible weights of microbatches: equal ones, then the total count of each microbatch's examples."""
-    counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
-    return [x / x.sum() for x in [np.ones(len(pieces)), *counted] if x.min() >= 0 and x.any()]
-
-
 def split_by(partition: str) -> str:
     """Returns the partition as the end of a detail; empty for the usual one."""
     return "" if partition == CONTIGUOUS else f"; {partition}"
+
+
+def numbers(rows: Sequence[int]) -> str:
+    """Returns the numbers of examples as text, shortened if there are many."""
+    return listed([*map(str, rows)], 6)

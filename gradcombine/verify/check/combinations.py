@@ -9,23 +9,20 @@ from math import lcm
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.reporting.words import listed
 from gradcombine.verify.check.case import (
     Case,
     Prediction,
     accounts_for,
-    are_separate,
+    numbers,
     on_devices,
     partitions,
-    separate_results,
     share_in,
     split_by,
-    weights_of,
 )
-from gradcombine.verify.check.clip_bounds import clip_bound
-from gradcombine.verify.check.leaves import flat, over, widened
-from gradcombine.verify.check.running import Floats, NotWide, Rows, Split
-from gradcombine.verify.check.standard import SAME, Standard, combined
+from gradcombine.verify.check.leaves import flat, widened
+from gradcombine.verify.check.running import NotWide, Split
+from gradcombine.verify.check.separate import are_separate
+from gradcombine.verify.check.standard import SAME, Standard
 from gradcombine.verify.check.step_program import BY_NUMBER
 from gradcombine.verify.check.step_report import Cause
 
@@ -137,7 +134,7 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
     for rows in on_devices(n, split):
         kept = share_in(standard.units, rows)
         if 0 < c @ kept < c.sum():
-            text = f"it is the sum over examples {_rows(rows)}"
+            text = f"it is the sum over examples {numbers(rows)}"
             yield Cause.NOT_EXCHANGED, f"{text}, divided by their weight", c * kept / (c @ kept)
             yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all examples", c * kept
             text += ", divided by their weight and the number of devices"
@@ -253,85 +250,7 @@ def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 def _examples(standard: Standard, chosen: np.ndarray) -> str:
     rows = [row for unit, yes in zip(standard.units, chosen, strict=True) if yes for row in unit]
-    return f"example{'s' if len(rows) > 1 else ''} {_rows(rows)}" if rows else ""
-
-
-def _rows(rows: Sequence[int]) -> str:
-    return listed([*map(str, rows)], 6)
-
-
-# --- combinations of microbatches ---
-
-
-def microbatches(standard: Standard, case: Case, copied: bool = True) -> Iterator[Prediction]:
-    """Tries the mean and the sum of one batch's results for each microbatch, for leaves that are no linear combination.
-
-    Args:
-      copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has a
-        minimum, as in max(count, 1), this changes the result.
-    """
-    if case.all_are_means(standard):
-        return
-    for name, pieces in partitions(standard.examples, case.split).items():
-        if (floats := separate_results(standard, pieces, copied)) is None:
-            continue
-        candidates = weights_of(standard, pieces)
-        fitted = standard.fit(case.result.floats, floats, case.wide, case.leaves)
-        if fitted is not None and abs(fitted.sum() - 1) < SAME:
-            candidates.append(fitted / fitted.sum())
-        for weights in (*candidates, np.ones(len(pieces))):
-            if accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
-                if (cause := _of_microbatches(standard, case, pieces, floats, weights)) is not None:
-                    yield Prediction(cause[0], cause[1] + split_by(name))
-                return
-
-
-def _of_microbatches(
-    standard: Standard, case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], weights: np.ndarray
-) -> tuple[Cause, str] | None:
-    """Returns the cause and the detail of a result that combines the microbatches' results with these weights."""
-    lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
-    if lost:
-        kept = tuple(row for row in range(standard.examples) if row not in lost)
-        cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
-        return cause, f"examples {_rows(lost)} are missing"
-    best = standard.best.floats
-    results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], standard.gradients
-    for some in (leaves, *([i] for i in leaves if best[i].size > 1)):
-        if bound := clip_bound(standard, results, some):
-            return Cause.CHANGED_BEFORE, f"several microbatches or examples have {bound}"
-    if weights.sum() > 1 + SAME:
-        cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
-        return cause, "it is the sum of the microbatches' separate results"
-    if np.ptp(weights) < SAME and (total := standard.total) is not None:
-        return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
-    if np.ptp(weights) < SAME and (right := _weights_in_one_batch(standard, pieces, floats)) is not None:
-        return Cause.MEAN_OF_MEANS, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
-    if not standard.excluded:
-        return None
-    low, high = weights.min(), weights.max()
-    equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
-    if standard.has_denominators:
-        cause = Cause.MEAN_OF_MEANS if high - low < SAME else Cause.DENOMINATOR
-        text = f"the microbatches have {equal}, but one batch is a sum of means with different denominators"
-        return cause, f"{text}; to see which, pass terms"
-    distance = over(float(np.linalg.norm(flat(case.result.floats) - flat(best))), float(np.linalg.norm(flat(best))))
-    text = f"the mean of their separate results, with {equal}, is {distance:.2g} of one batch's norm away"
-    return Cause.STATISTICS, text
-
-
-def _weights_in_one_batch(standard: Standard, pieces: Sequence[Rows], floats: Sequence[Floats]) -> np.ndarray | None:
-    """Weights, not all equal, with which one batch combines the microbatches' results.
-
-    None if there are none, as with statistics, which couple the examples of one batch.
-    """
-    wide, best, leaves = standard.wide is not None, standard.best.floats, standard.gradients
-    fitted = standard.fit(best, floats, wide, leaves)
-    for x in weights_of(standard, pieces) if fitted is None else [fitted]:
-        shares = standard.shares(best, combined(x, floats), wide, sides=3)[leaves]
-        if abs(x.sum() - 1) < SAME and np.ptp(x) > SAME and shares.max() <= 1:
-            return x
-    return None
+    return f"example{'s' if len(rows) > 1 else ''} {numbers(rows)}" if rows else ""
 
 
 # --- one batch with repeated or missing examples, for nonlinear steps ---
@@ -354,12 +273,12 @@ def repeated(standard: Standard, case: Case) -> Iterator[Prediction]:
 
 def _as_lost(n: int, case: Case) -> Weighted:
     for rows in on_devices(n, case.split):
-        yield Cause.NOT_EXCHANGED, f"it is the result of rows {_rows(rows)}", 1.0 * np.isin(np.arange(n), rows)
+        yield Cause.NOT_EXCHANGED, f"it is the result of rows {numbers(rows)}", 1.0 * np.isin(np.arange(n), rows)
     for name, pieces in partitions(n, case.split).items():
         for rows in pieces:
             inside = np.isin(np.arange(n), rows)
-            yield Cause.LOST, f"rows {_rows(rows)}{split_by(name)}", 1 - inside
-            yield Cause.DOUBLED, f"rows {_rows(rows)}{split_by(name)}", 1 + inside
+            yield Cause.LOST, f"rows {numbers(rows)}{split_by(name)}", 1 - inside
+            yield Cause.DOUBLED, f"rows {numbers(rows)}{split_by(name)}", 1 + inside
 
 
 def _as_means(standard: Standard, case: Case) -> Weighted:

@@ -27,16 +27,16 @@ from gradcombine.verify.check.case import (
     Terms,
     case_of,
     explained,
-    partitions,
     share_in,
     split_by,
 )
-from gradcombine.verify.check.combinations import linear, microbatches, repeated, scaled, scaled_apart
+from gradcombine.verify.check.combinations import linear, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
+from gradcombine.verify.check.separate import microbatches, separate_results
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
@@ -293,25 +293,21 @@ def scattered(standard: Standard, case: Case) -> Iterator[Prediction]:
     """Tries rows of a leaf that keep one contribution out of several."""
     units = len(standard.units)
     c = np.full(units, 1 / units) if standard.weights is None else standard.weights
-    groups: list[tuple[str, list[Floats]]] = []
-    columns = [x.floats for x in standard.columns if x is not None]
-    if len(columns) == units:
-        groups.append(("examples", [[a * y for y in floats] for a, floats in zip(c, columns, strict=True)]))
-    for name, pieces in partitions(standard.examples, case.split).items():
-        parts = [x.floats for rows in pieces if (x := standard.repeated(rows)) is not None]
-        if len(parts) == len(pieces):
-            weights = [float(c @ share_in(standard.units, rows)) for rows in pieces]
-            terms: list[Floats] = [[a * y for y in floats] for a, floats in zip(weights, parts, strict=True)]
-            groups.append((f"microbatches{split_by(name)}", terms))
+    columns: list[Floats] = [x.floats for x in standard.columns if x is not None]
+    groups = [("examples", c, columns)] if len(columns) == units else []
+    for name, pieces, floats in separate_results(standard, case.split):
+        weights = np.array([c @ share_in(standard.units, rows) for rows in pieces])
+        groups.append((f"microbatches{split_by(name)}", weights, floats))
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     allowed = standard.allowed(case.wide)
-    for name, terms in groups:
+    for name, weights, parts in groups:
         count = 0
         for i in np.flatnonzero(shares > 1).tolist():
             one, result = standard.best.floats[i], case.result.floats[i]
             if one.ndim < 2:
                 break
-            stack = np.stack([term[i] for term in terms]).reshape(len(terms), len(one), -1)
+            terms = [a * x[i] for a, x in zip(weights, parts, strict=True)]
+            stack = np.stack(terms).reshape(len(terms), len(one), -1)
             errors = np.sqrt(np.mean(np.square(result.reshape(len(one), -1) - one.reshape(len(one), -1)), axis=1))
             wrong = errors > 4 * allowed[i]
             each = np.sqrt(np.mean(np.square(stack - result.reshape(1, len(one), -1)), axis=2)).min(axis=0)

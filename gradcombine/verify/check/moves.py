@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by, weights_of
+from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by
 from gradcombine.verify.check.inner import updated_in_sequence
 from gradcombine.verify.check.leaves import changed, flat, widened
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
+from gradcombine.verify.check.separate import separate_results, weights_of
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
@@ -175,10 +176,7 @@ def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
         return
     count = len(subject.param_leaves)
     rest = range(count, len(one))  # in PyTorch, gradients that reach optimizers
-    for name, pieces in partitions(subject.examples, case.split).items():
-        fixed = [part.floats for rows in pieces if (part := standard.repeated(rows)) is not None]
-        if len(fixed) < len(pieces):
-            continue
+    for name, pieces, fixed in separate_results(standard, case.split):
         shares = standard.shares(fixed[0], one, case.wide)
         moving = [i for i in range(count) if shares[i] <= 1 and np.any(one[i])]
         if not moving:

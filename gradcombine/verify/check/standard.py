@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.verify.check.denominators import are_several
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.running import ONE_BATCH, Floats, Result, Rows, Split, Subject
@@ -208,19 +207,6 @@ class Standard(Measured):
         coefficients = np.linalg.lstsq(matrix.T, target, rcond=1 / max(largest, 1))[0]
         residual = np.linalg.norm(coefficients @ matrix - target)
         return bool(np.linalg.norm(coefficients) > 2 or residual > (2 + np.abs(coefficients).sum()) * len(every))
-
-    @cached_property
-    def has_denominators(self) -> bool:
-        """Whether one batch is a sum of means with different denominators, not with statistics of the batch."""
-        wide = self.wide is not None
-
-        def run(rows: Rows) -> Floats:
-            return self.subject.run(ONE_BATCH, self.subject.rows(rows), wide).floats
-
-        def near(a: Floats, b: Floats) -> bool:
-            return bool(self.shares(a, b, wide, 4).max() <= 1)
-
-        return are_several([*self.counts()], run, near)
 
     @cached_property
     def total(self) -> float | None:
