@@ -130,7 +130,7 @@ def rounded_sums(subject: Subject, split: Split) -> tuple[str, list[Result]]:
     The dtype is empty if there are none, and the list if the step does not run in float64.
     """
     if subject.framework == "torch":
-        return import_module("gradcombine.verify.check.torch_sums").rounded_sums(subject, split)
+        return import_module("gradcombine.verify.check.torch_observer").rounded_sums(subject, split)
     sums, terms = narrow_sums(subject, split)
     if not sums:
         return "", []
