@@ -10,7 +10,6 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import Case, Prediction, explained, numbers, partitions, split_by
 from gradcombine.verify.check.combinations import linear
-from gradcombine.verify.check.leaves import array_of, flattened, is_float, is_present
 from gradcombine.verify.check.moves import in_sequence
 from gradcombine.verify.check.running import Floats, NotWide
 from gradcombine.verify.check.separate import candidate_weights, separate_results
@@ -70,8 +69,7 @@ def not_predicted(standard: Standard, case: Case, leaves: Sequence[int]) -> str:
     alone = standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1
     names, divided = [standard.names[i] for i in leaves], case.native.integers
     subject, one, more = standard.subject, standard.native, case.split.microbatches - 1
-    leaves_before = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
-    start = [x.astype(np.int64) for x in leaves_before] if subject.returns_params else []
+    start = [x.astype(np.int64) for x in subject.integers] if subject.returns_params else []
     for i, (name, x, y) in enumerate(zip(one.integer_names, one.integers, divided, strict=True)):
         a, b = x.astype(np.int64), y.astype(np.int64)
         counts_calls = i < len(start) and np.array_equal(b - a, more * (a - start[i]))

@@ -33,7 +33,7 @@ from gradcombine.verify.check.case import (
 from gradcombine.verify.check.combinations import linear, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
-from gradcombine.verify.check.leaves import array_of, flat, flattened, is_float, is_present, is_quantized, perturbation
+from gradcombine.verify.check.leaves import flat, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.separate import microbatches, separate_results
@@ -124,7 +124,7 @@ def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
     if not texts:
         return
     yield from moved(standard, case)
-    start = [array_of(x) for x in flattened(subject.params)[0] if is_present(x) and not is_float(x)]
+    start = subject.integers
     if standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1:
         if not subject.returns_params or any(np.any(a != b) for _, a, b in zip(start, one, divided, strict=False)):
             keys = all(a.dtype == np.uint32 for a, b in zip(one, divided, strict=True) if np.any(a != b))

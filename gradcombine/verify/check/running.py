@@ -120,6 +120,7 @@ class Subject:
         self.batch = batch
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None
+        """The structure of all results."""
         self._steps: dict[Split, Step] = {}
         self._programs: dict[Any, tuple[Step, Program | None]] = {}
 
@@ -167,6 +168,11 @@ class Subject:
     def start(self) -> list[np.ndarray]:
         """Values of the float parameters, in float64."""
         return [widened(array_of(x)) for x in self._params if is_float(x)]
+
+    @property
+    def integers(self) -> list[np.ndarray]:
+        """Values of the other parameters, such as step counts and random keys."""
+        return [array_of(x) for x in self._params if is_present(x) and not is_float(x)]
 
     def step(self, split: Split) -> Step:
         """Returns the cached step of a division."""
@@ -324,13 +330,16 @@ class Subject:
     def zeros(self) -> Tree:
         """Returns a batch of the same size that is all zeros, like padding."""
         leaves, structure = flattened(self.batch)
-        return tree.unflatten(
-            structure, [as_framework_of(np.zeros_like(array_of(x)), x) if shape_of(x) else x for x in leaves]
-        )
+        zeros = [as_framework_of(np.zeros_like(array_of(x)), x) if shape_of(x) else x for x in leaves]
+        return tree.unflatten(structure, zeros)
 
     def _result(self, value: Tree, before: Sequence[np.ndarray]) -> Result:
         leaves, structure = flattened(value)
-        self._check_structure(value, structure)
+        if self.returns_params and not self._starts_with_params(value):
+            raise tree.difference(self._params_structure, structure)
+        self._structure = self._structure or structure
+        if structure != self._structure:
+            raise tree.difference(self._structure, structure)
         present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_present(x)]
         floats = [(i, x) for i, x in present if is_float_dtype(x.dtype)]
         if not floats:
@@ -358,15 +367,6 @@ class Subject:
         if type(result) is tuple and result:
             starts += [result[0], result[: len(self._params_structure.children)]]
         return any(flattened(x)[1] == self._params_structure for x in starts)
-
-    def _check_structure(self, result: Tree, structure: tree.Structure) -> None:
-        """Raises if the structure is not that of the parameters (before metrics), or not that of earlier results."""
-        if self.returns_params and not self._starts_with_params(result):
-            raise tree.difference(self._params_structure, structure)
-        if self._structure is None:
-            self._structure = structure
-        elif structure != self._structure:
-            raise tree.difference(self._structure, structure)
 
 
 _KINDS = {"integer": "integers", "float": "floats", "complex": "complex numbers"}
