@@ -194,8 +194,9 @@ def _evaluate(
             operands[1] = operands[1] * DIVISORS.get()(operation)
         rule = _RULES.get(name, _bind)
         with operation.ctx.manager:
-            if name in (*CALLS, *CUSTOM_CALLS):
-                results, result_origins = _call(operation, operands, operand_origins)
+            if name in CALLS:
+                program = operation.params.get("call_jaxpr") or operation.params["jaxpr"]
+                results, result_origins = _evaluate_inner(program, operands, operand_origins)
             else:
                 origin = Origin.DRAWN if name.startswith(DRAWS) else max(operand_origins, default=Origin.CONSTANT)
                 drawn = rule is _bind and origin is Origin.DRAWN and bool(operation.outvars)
@@ -213,22 +214,18 @@ DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
 
 
 CALLS = "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "composite"
-CUSTOM_CALLS = "custom_jvp_call", "custom_vjp_call"
+CALLS += "custom_jvp_call", "custom_vjp_call"
 """Primitives that call an inner program."""
 
 
-def _call(operation: Any, arguments: Arrays, origins: Sequence[Origin]) -> tuple[list[Any], list[Origin]]:
-    params = operation.params
-    program = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+def _evaluate_inner(program: Any, arguments: Arrays, origins: Sequence[Origin] = ()) -> tuple[list[Any], list[Origin]]:
     consts = [_widened(x) for x in getattr(program, "consts", ())]
     return _evaluate(getattr(program, "jaxpr", program), consts, arguments, origins)
 
 
 def _closed(program: Any) -> Callable[..., list[Any]]:
     """Returns an inner program as a function of float64 arrays."""
-    consts = [_widened(x) for x in getattr(program, "consts", ())]
-    jaxpr = getattr(program, "jaxpr", program)
-    return lambda *arguments: _evaluate(jaxpr, consts, arguments)[0]
+    return lambda *arguments: _evaluate_inner(program, arguments)[0]
 
 
 def _bind(operation: Any, arguments: Arrays) -> Arrays:
