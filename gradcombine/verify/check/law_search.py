@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -21,19 +22,10 @@ from gradcombine.errors import (
 )
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.guarded import GuardedState
 from gradcombine.settings import check
 from gradcombine.types import State, Tree
-from gradcombine.verify.check.laws import (
-    DETERMINISTIC,
-    LAWS,
-    Contribution,
-    Law,
-    Sides,
-    Trial,
-    copy_of,
-    mapped,
-    own_state,
-)
+from gradcombine.verify.check.laws import DETERMINISTIC, LAWS, Contribution, Law, Sides, Trial, mapped
 from gradcombine.verify.compare.ulp import rounding_unit
 
 ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)
@@ -82,8 +74,9 @@ class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's o
             lines.append(f"raised: {type(self.right).__name__}: {self.right}")
         else:
             width = max(map(len, captions)) + 1
-            both = zip(captions, (self.left, self.right), strict=True)
-            lines += [f"{f'{caption}:':{width}} {own_state(side)!r}" for caption, side in both]
+            # A state as the functions of the reduction see it.
+            both = [side.value if isinstance(side, GuardedState) else side for side in (self.left, self.right)]
+            lines += [f"{f'{caption}:':{width}} {side!r}" for caption, side in zip(captions, both, strict=True)]
         if law.waiver:
             lines.append(f"If it need not hold, use check_reduction(..., {law.waiver}).")
         super().__init__("\n".join(lines))
@@ -220,7 +213,7 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
 def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -> Sides | None:
     """Returns the first two sides that differ, or None if the law holds."""
     # Copied, because the error shows the contributions, and a function may write to its arguments.
-    copied = [Contribution(mapped(copy_of, value), weight) for value, weight in case.terms]
+    copied = [Contribution(mapped(copy, value), weight) for value, weight in case.terms]
     leaves = [x for value, _ in case.terms for x in tree.flatten(value)[0] if not is_absent(x)]
     largest = max((float(np.abs(np.asarray(x, np.float64)).max(initial=0)) for x in leaves), default=0.0)
 

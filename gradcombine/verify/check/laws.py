@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from gradcombine.places.replicas import all_reduce, merge_replicas
 from gradcombine.places.time import accumulate
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.guarded import GuardedState
 from gradcombine.types import Order, State, Tree
 from gradcombine.verify.in_process import run_replicas
 
@@ -239,12 +238,3 @@ def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
     """Applies a function to every leaf except None."""
     leaves, structure = tree.flatten(node)
     return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
-
-
-def copy_of(x: Any) -> Any:
-    return cast("np.ndarray", x).copy() if isinstance(x, np.ndarray) else x
-
-
-def own_state(side: Any) -> Any:
-    """Returns the state as the user's functions see it."""
-    return side.value if isinstance(side, GuardedState) else side
