@@ -105,12 +105,8 @@ EPSILON = 1e-5
 
 def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
     """Returns the fraction of each unit in each part, for each partition of the examples."""
-    units = standard.units
-    divided = {
-        name: [share_in(units, rows) for rows in pieces]
-        for name, pieces in partitions(standard.examples, split).items()
-    }
-    return {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
+    divided = partitions(standard.examples, split).items()
+    return {name: [share_in(standard.units, rows) for rows in pieces] for name, pieces in divided}
 
 
 def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
@@ -127,7 +123,8 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
         yield Cause.PLACEHOLDERS, f"the last microbatch is padded with {padded - n} rows", c * n / padded
     divided = _shares_in(standard, split)
     for name, pieces in divided.items():
-        means, weights = _mean_of_means(c, pieces), [float(c @ p) for p in pieces]
+        weights = [float(c @ p) for p in pieces]
+        means = sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
         text = f"they weigh from {min(weights):.4g} to {max(weights):.4g} in one batch{split_by(name)}"
         yield Cause.MEAN_OF_MEANS, text, means
         yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", means * len(pieces)
@@ -142,7 +139,7 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
     for pieces in divided.values():
         for piece in pieces:
             for kept in (1 - piece, piece):
-                if 0 < c @ kept < c.sum() and len(pieces) > 1:
+                if 0 < c @ kept < c.sum():
                     lost = _examples(standard, kept == 0)
                     if kept is piece and piece is pieces[-1]:
                         lost = f"all but the last microbatch: {lost}"
@@ -241,11 +238,6 @@ def _same_reversed(
         accounts_for(standard, in_reverse, standard.mixed(a * x), abs(a) * float(np.abs(x).sum()), leaves)
         for a in (1.0, float(c @ by_place) / (float(x.sum()) or 1.0))
     )
-
-
-def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
-    weights = [float(c @ p) for p in pieces]
-    return sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
 
 
 def _examples(standard: Standard, chosen: np.ndarray) -> str:
