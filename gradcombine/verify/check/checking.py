@@ -25,11 +25,10 @@ from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import as_floats, rms
+from gradcombine.verify.check.leaves import REPEATED, as_floats, rms
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
-    REPEATED,
     Floats,
     NotFiniteError,
     Result,

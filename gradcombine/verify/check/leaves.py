@@ -213,12 +213,20 @@ def array_of(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-def on_each_device(x: Any) -> list[np.ndarray]:
-    """Returns the copies of a replicated JAX array on the devices of this process; empty if it is not replicated."""
+REPEATED = 64
+"""Units of rounding by which a repeated result, or one on another device, may differ: parallel additions have no fixed
+order."""
+
+
+def differs_on_devices(x: Any) -> bool:
+    """Whether the copies of a replicated JAX array differ between the devices of this process."""
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(x, jax.Array) or _is_key(x) or not x.is_fully_replicated:
-        return []
-    return [np.asarray(shard.data) for shard in x.addressable_shards]
+        return False
+    base, *copies = (as_floats(np.asarray(shard.data)) for shard in x.addressable_shards)
+    allowed = REPEATED * rounding_unit(dtype_of(x)) * rms(finite(base))
+    far = (rms(finite(y) - finite(base)) if np.array_equal(np.isinf(y), np.isinf(base)) else np.inf for y in copies)
+    return not all(y <= allowed for y in far)  # also for NaN
 
 
 def shape_of(x: Any) -> tuple[int, ...]:

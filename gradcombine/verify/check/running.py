@@ -21,6 +21,7 @@ from gradcombine.verify.check.leaves import (
     but_exact,
     change,
     copied,
+    differs_on_devices,
     examples,
     finite,
     flattened,
@@ -28,8 +29,6 @@ from gradcombine.verify.check.leaves import (
     is_float_dtype,
     is_integers,
     is_present,
-    on_each_device,
-    rms,
     shape_of,
     taken,
     widened,
@@ -356,7 +355,7 @@ class Subject:
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
-        unequal = [name for name, (i, x) in zip(self.names, floats, strict=True) if _differs_on_devices(leaves[i], x)]
+        unequal = [name for name, (i, x) in zip(self.names, floats, strict=True) if differs_on_devices(leaves[i])]
         integers = tuple(x for _, x in present if not is_float_dtype(x.dtype))
         forms = tuple((paths[i] or "(root)", f"{_KINDS[kind_of(x.dtype)]} of shape {x.shape}") for i, x in present)
         return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats), forms, tuple(unequal))
@@ -377,18 +376,6 @@ class NotFiniteError(GradCombineError):
 
     def __init__(self, path: str) -> None:
         super().__init__("", "a step whose result is finite", "NaN or infinity", path)
-
-
-def _differs_on_devices(leaf: Any, array: np.ndarray) -> bool:
-    base, copies = as_floats(array), map(as_floats, on_each_device(leaf)[1:])
-    allowed = REPEATED * rounding_unit(array.dtype) * rms(finite(base))
-    far = (rms(finite(x) - finite(base)) if np.array_equal(np.isinf(x), np.isinf(base)) else np.inf for x in copies)
-    return not all(x <= allowed for x in far)  # also for NaN
-
-
-REPEATED = 64
-"""Units of rounding by which a repeated result, or one on another device, may differ: parallel additions have no fixed
-order."""
 
 
 def line(error: Exception) -> str:
