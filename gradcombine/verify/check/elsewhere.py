@@ -10,7 +10,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.leaves import perturbation
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, Result, Split, Subject
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import Cause, Fault
 
@@ -93,8 +93,7 @@ def _are_near_in_float64(standard: Standard, later: Subject, split: Split) -> bo
     """Whether a division at other parameters is near one batch in float64, too; narrow steps are examined further."""
     if standard.is_narrow or not standard.in_both:
         return not standard.is_narrow
-    try:
-        one, divided = (later.run(x, later.batch, wide=True).floats for x in (ONE_BATCH, split))
-    except (NotWide, GradCombineError):
+    one, divided = (later.tried(x, later.batch, wide=True) for x in (ONE_BATCH, split))
+    if one is None or divided is None:
         return False
-    return float(standard.float32_shares(divided, one).max()) <= 1
+    return float(standard.float32_shares(divided.floats, one.floats).max()) <= 1

@@ -132,10 +132,10 @@ def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
         return
     rows = zip(start, one, divided, strict=False)
     ahead = [x if x.dtype == bool else x + (b - a) for x, a, b in rows if x.shape == a.shape]
-    if subject.returns_params and len(ahead) == len(start):
-        with suppress(NotWide, GradCombineError):
-            floats = subject.run(ONE_BATCH, subject.batch, case.wide, counts=ahead).floats
-            yield Prediction(Cause.COUNTED, texts[0], floats, 1)
+    if not subject.returns_params or len(ahead) < len(start):
+        return
+    if (result := subject.tried(ONE_BATCH, subject.batch, case.wide, counts=ahead)) is not None:
+        yield Prediction(Cause.COUNTED, texts[0], result.floats, 1)
 
 
 def _other_integers(standard: Standard, case: Case) -> Iterator[tuple[bool, str]]:
@@ -210,11 +210,10 @@ def padded(standard: Standard, case: Case) -> Iterator[Prediction]:
     padding = -n % (case.split.microbatches * case.split.devices)
     if not padding:
         return
-    try:
-        zeros = subject.run(ONE_BATCH, subject.zeros(), standard.wide is not None).floats
-    except (NotWide, GradCombineError):
+    zeros = subject.tried(ONE_BATCH, subject.zeros(), standard.wide is not None)
+    if zeros is None:
         return
-    floats = [(n * x + padding * z) / (n + padding) for x, z in zip(standard.best.floats, zeros, strict=True)]
+    floats = [(n * x + padding * z) / (n + padding) for x, z in zip(standard.best.floats, zeros.floats, strict=True)]
     detail = f"the last microbatch is padded with {padding} rows of zeros"
     yield Prediction(Cause.PLACEHOLDERS, detail, floats, 2, standard.combination[1])
 

@@ -21,7 +21,6 @@ from importlib import import_module
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
 from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, over, perturbation, rms
@@ -158,13 +157,10 @@ class Measured:
         return [self.repeated(rows) for rows in self.units]
 
     def one(self, rows: Sequence[int]) -> Result | None:
-        """Runs one batch of these examples in the best precision; None if that raises or is not finite."""
+        """Runs one batch of these examples in the best precision; None as by `tried`, as for a masked example."""
         key = tuple(rows)
         if key not in self._rows:
-            try:
-                self._rows[key] = self.subject.run(ONE_BATCH, self.subject.rows(rows), self.wide is not None)
-            except (NotWide, GradCombineError):  # not finite, or nothing is left of a masked example
-                self._rows[key] = None
+            self._rows[key] = self.subject.tried(ONE_BATCH, self.subject.rows(rows), self.wide is not None)
         return self._rows[key]
 
     def repeated(self, rows: Sequence[int]) -> Result | None:

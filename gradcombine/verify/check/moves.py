@@ -28,10 +28,10 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
     """
     subject, one = standard.subject, standard.best.floats
     copies = subject.rows([standard.heaviest] * standard.examples)
-    try:
-        divided, undivided = (subject.run(x, copies, case.wide).floats for x in (case.split, ONE_BATCH))
-    except (NotWide, ValueError):
+    of_split, of_one = (subject.tried(x, copies, case.wide) for x in (case.split, ONE_BATCH))
+    if of_split is None or of_one is None:
         return
+    divided, undivided = of_split.floats, of_one.floats
     params, difference = standard.params, [x - y for x, y in zip(case.result.floats, one, strict=True)]
     if subject.returns_params:
         new = {i: p + one[i] for i, p in params.items()}
@@ -153,11 +153,10 @@ def in_loop(standard: Standard, case: Case) -> Iterator[Prediction]:
     if changed:
         tried.append((Cause.COUNTED, changed[0], {"settings": one}))
     for cause, detail, corrections in tried:
-        try:
-            floats = subject.run(case.split, subject.batch, case.wide, steps[1].corrected(**corrections)).floats
-        except (NotWide, ValueError):
+        result = subject.tried(case.split, subject.batch, case.wide, steps[1].corrected(**corrections))
+        if result is None:
             continue
-        shares = standard.shares(floats, standard.best.floats, case.wide)
+        shares = standard.shares(result.floats, standard.best.floats, case.wide)
         if max(shares[i] for i in case.among(range(len(shares)))) <= 1:
             yield Prediction(cause, detail)
 

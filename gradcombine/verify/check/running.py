@@ -216,6 +216,15 @@ class Subject:
             raise NotWide(f"it returns {narrow} for float64 inputs")
         return result
 
+    def tried(
+        self, split: Split, batch: Tree, wide: bool = False, step: Step | None = None, **changes: Any
+    ) -> Result | None:
+        """Runs the step as `run` does; None if that raises, is not finite, or is not possible in float64."""
+        try:
+            return self.run(split, batch, wide, step, **changes)
+        except (NotWide, GradCombineError):
+            return None
+
     def floats_of(
         self, function: Step, batch: Tree, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None = None
     ) -> list[np.ndarray]:

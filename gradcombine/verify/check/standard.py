@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Standard(Measured):
     def __init__(self, subject: Subject, unit: float | None) -> None:
         super().__init__(subject, unit)
         self.recorded: dict[tuple[Split, bool], Any] = {}
-        self._elsewhere_results: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
+        self.elsewhere = cache(self._elsewhere)
 
     def uninformative(self, faults: bool) -> str:
         """Description of the differences that the result of any gradients hides; empty if there are none.
@@ -138,18 +138,10 @@ class Standard(Measured):
             distinct.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
         yield from distinct.values()
 
-    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
+    def _elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
         """Runs a division, or one batch of some examples, at perturbed parameters; None if the step raises there."""
-        key = seed, split, rows, wide
-        if key not in self._elsewhere_results:
-            subject = self.subject
-            batch = subject.batch if rows is None else subject.rows(self.copies(rows))
-            try:
-                result = subject.run(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
-            except Exception:  # a user's step may raise anything
-                result = None
-            self._elsewhere_results[key] = result
-        return self._elsewhere_results[key]
+        batch = self.subject.batch if rows is None else self.subject.rows(self.copies(rows))
+        return self.subject.tried(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
 
     @cached_property
     def combination(self) -> tuple[np.ndarray | None, list[int]]:
