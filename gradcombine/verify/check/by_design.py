@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import Case, Prediction, explained, numbers, partitions, split_by
 from gradcombine.verify.check.combinations import linear
 from gradcombine.verify.check.moves import in_sequence
-from gradcombine.verify.check.running import Floats, NotWide
+from gradcombine.verify.check.running import Floats
 from gradcombine.verify.check.separate import candidate_weights, separate_results
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_report import Cause
@@ -39,8 +37,8 @@ def beside_statistics(
             far = _far(standard, case, predicted, leaves)
             moving = [i for i in far if i < count]
             if 0 < len(moving) < count:
-                with suppress(NotWide, ValueError):
-                    moves = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
+                moves = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
+                if moves is not None:
                     for i in moving:
                         predicted[i] = np.sum([x[i] for x in moves], axis=0)
                     far = _far(standard, case, predicted, far)
@@ -106,10 +104,5 @@ def _far(standard: Standard, case: Case, predicted: Floats, leaves: Sequence[int
 
 def _depends_on_order(standard: Standard, case: Case, leaves: Sequence[int]) -> bool:
     """Whether these leaves of a division change if the examples are reversed."""
-    if not standard.subject.reverse:
-        return False
-    try:
-        floats = standard.run(case.split, standard.reversed_batch, case.wide).floats
-    except (NotWide, GradCombineError):
-        return False
-    return len(_far(standard, case, floats, leaves)) == len(leaves)
+    result = standard.in_reverse(case.split, case.wide)
+    return result is not None and len(_far(standard, case, result.floats, leaves)) == len(leaves)

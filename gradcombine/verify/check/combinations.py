@@ -8,7 +8,6 @@ from math import lcm
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.case import (
     Case,
     Prediction,
@@ -20,7 +19,7 @@ from gradcombine.verify.check.case import (
     split_by,
 )
 from gradcombine.verify.check.leaves import flat, widened
-from gradcombine.verify.check.running import NotWide, Split
+from gradcombine.verify.check.running import Split
 from gradcombine.verify.check.separate import are_separate
 from gradcombine.verify.check.standard import SAME, Standard
 from gradcombine.verify.check.step_program import BY_NUMBER
@@ -225,11 +224,7 @@ def _same_reversed(
 ) -> bool:
     """Whether the weights have the same factors, up to a common one, with the examples in reverse order."""
     leaves = standard.combination[1]
-    if len(c) != standard.examples or not standard.subject.reverse:
-        return False
-    try:
-        result = standard.run(case.split, standard.reversed_batch, case.wide)
-    except (NotWide, GradCombineError):
+    if len(c) != standard.examples or (result := standard.in_reverse(case.split, case.wide)) is None:
         return False
     by_place = np.sum([a * (p > 0) for a, p in zip(factors, pieces, strict=True)], axis=0)
     x, in_reverse = c * by_place[::-1], case._replace(result=result)

@@ -97,11 +97,9 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
     leaves = [i for i in range(count) if i not in standard.order_dependent] or range(count)
     for name, pieces in partitions(subject.examples, case.split).items():
         for factor, text in ((1.0, ""), (1 / len(pieces), f", each divided by {len(pieces)}")):
-            try:
-                changes = [x[:count] for x in in_sequence(standard, case, range(count), pieces, factor)]
-            except (NotWide, ValueError):
+            if (results := in_sequence(standard, case, range(count), pieces, factor)) is None:
                 continue
-            floats = [*combined(np.full(len(pieces), factor), changes), *others]
+            floats = [*combined(np.full(len(pieces), factor), [x[:count] for x in results]), *others]
             if not accounts_for(standard, case._replace(leaves=None), floats, len(pieces), leaves):
                 continue  # only some leaves of the state are updated
             detail = f"{len(pieces)} updates in sequence{text}{split_by(name)}"
@@ -180,9 +178,8 @@ def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
         moving = [i for i in range(count) if shares[i] <= 1 and np.any(one[i])]
         if not moving:
             return
-        try:
-            results = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
-        except (NotWide, ValueError):
+        results = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
+        if results is None:
             continue
         summed = {i: np.sum([x[i] for x in results], axis=0) for i in moving}
         compared = [[*range(len(one))], *([[*moving, *rest]] if subject.framework == "torch" else [])]
@@ -209,9 +206,7 @@ def averaged(standard: Standard, case: Case, by_all: bool) -> Iterator[Predictio
     for name, pieces in partitions(subject.examples, case.split).items():
         all_rows = [range(subject.examples)] * len(pieces)
         for batches in [all_rows] if by_all else [[*map(standard.copies, pieces)], pieces]:
-            try:
-                results = in_sequence(standard, case, moving, batches)
-            except (NotWide, ValueError):
+            if (results := in_sequence(standard, case, moving, batches)) is None:
                 continue
             floats = list(standard.best.floats)
             for i in moving:
@@ -228,22 +223,25 @@ def _updated(
 
 def in_sequence(
     standard: Standard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]], factor: float = 1.0
-) -> list[Floats]:
+) -> list[Floats] | None:
     """Runs one batch after the other; each starts with the moving leaves of the state that the batch before it returns.
 
-    Integers of the state, such as step counts, move if all floats do.
+    Integers of the state, such as step counts, move if all floats do. Returns None if a batch cannot run.
 
     Args:
       factor: of the changes of the state.
     """
     subject, results, counts = standard.subject, list[Floats](), None
     state = subject.start
-    for rows in batches:
-        result = subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state, counts=counts)
-        results.append(result.floats)
-        counts = result.integers if len(moving) == len(state) else None
-        for i in moving:
-            state[i] = changed(state[i], factor * result.floats[i].reshape(state[i].shape))
+    try:
+        for rows in batches:
+            result = subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state, counts=counts)
+            results.append(result.floats)
+            counts = result.integers if len(moving) == len(state) else None
+            for i in moving:
+                state[i] = changed(state[i], factor * result.floats[i].reshape(state[i].shape))
+    except (NotWide, ValueError):  # complex leaves have another shape in a result
+        return None
     return results
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
-from gradcombine.verify.check.running import ONE_BATCH, Floats, Result, Rows, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
 
 SAME = 0.01
 """Distance from fitted coefficients to those of a hypothesis within which the hypothesis itself is tested."""
@@ -142,6 +143,13 @@ class Standard(Measured):
         """Runs a division, or one batch of some examples, at perturbed parameters; None if the step raises there."""
         batch = self.subject.batch if rows is None else self.subject.rows(self.copies(rows))
         return self.subject.tried(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
+
+    def in_reverse(self, split: Split, wide: bool) -> Result | None:
+        """Runs a division of the examples in reverse order; None if the step does not accept them."""
+        try:
+            return self.run(split, self.reversed_batch, wide) if self.subject.reverse else None
+        except (NotWide, GradCombineError):
+            return None
 
     @cached_property
     def combination(self) -> tuple[np.ndarray | None, list[int]]:
