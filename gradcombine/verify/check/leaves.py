@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -58,7 +58,11 @@ def as_framework_of(array: np.ndarray, like: Any) -> Any:
     return np.asarray(array)  # arithmetic on arrays of shape () makes np.float64, a Python number
 
 
-def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
+Noise: TypeAlias = Callable[[np.ndarray], np.ndarray]
+"""Function that perturbs an array."""
+
+
+def perturbation(seed: int, unit: float, zero: float = 0.0) -> Noise:
     """Returns a function that perturbs each element by a random relative error of up to ``unit``.
 
     Zeros become positive numbers of up to ``zero * unit``. No sign changes, because optimizer states hold squares whose
@@ -95,7 +99,7 @@ def finite(x: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(x), np.zeros_like(x), x)
 
 
-def copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
+def copied(x: Any, wide: bool, noise: Noise | None) -> Any:
     """Returns a copy that a step may donate, optionally in float64 and perturbed by ``noise``."""
     if _is_key(x):
         random = sys.modules["jax"].random
@@ -119,24 +123,16 @@ def _is_key(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def are_exact(x: Any) -> np.ndarray:
-    """Returns which elements carry no rounding error: all of a mask or of counts, and numbers like 3.5 and -1.
+def but_exact(noise: Noise, like: Any) -> Noise:
+    """Returns ``noise`` that leaves elements without a rounding error unchanged.
 
-    These have at most half the digits of the dtype.
+    These are all elements of a mask or of counts, and numbers like 3.5 and -1, with at most half the digits of the
+    dtype.
     """
-    array = widened(array_of(x)) if is_float(x) else np.zeros(0)
-    if np.iscomplexobj(array):
-        return np.zeros(array.shape, bool)
-    if np.all(array == np.round(array)):
-        return np.ones(array.shape, bool)
-    half = 2.0 ** round(-math.log2(rounding_unit(dtype_of(x))) / 2)
-    digits = np.frexp(array)[0] * half
-    return digits == np.round(digits)
-
-
-def but_exact(noise: Callable[[np.ndarray], np.ndarray], like: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns ``noise`` that leaves elements without a rounding error unchanged."""
-    exact = are_exact(like)
+    if not is_float(like) or np.iscomplexobj(array := widened(array_of(like))):
+        return noise
+    digits = np.frexp(array)[0] * 2.0 ** round(-math.log2(rounding_unit(dtype_of(like))) / 2)
+    exact = bool(np.all(array == np.round(array))) or digits == np.round(digits)
     return lambda x: np.where(exact, x, noise(x)).astype(x.dtype)
 
 

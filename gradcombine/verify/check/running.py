@@ -15,6 +15,7 @@ from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.errors import GradCombineError, invalid, require_equal
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
+    Noise,
     array_of,
     as_floats,
     as_framework_of,
@@ -139,7 +140,7 @@ class Subject:
         other._params = flattened(self.call(self.step(ONE_BATCH), self.batch, wide=False)[0])[0][: len(self._params)]
         return other
 
-    def perturbed(self, noise: Callable[[np.ndarray], np.ndarray]) -> Subject:
+    def perturbed(self, noise: Noise) -> Subject:
         """Returns this subject with perturbed float parameters."""
         other = copy.copy(self)
         other._params = [copied(x, False, noise) for x in self._params]
@@ -225,9 +226,7 @@ class Subject:
         except (NotWide, GradCombineError):
             return None
 
-    def floats_of(
-        self, function: Step, batch: Tree, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None = None
-    ) -> list[np.ndarray]:
+    def floats_of(self, function: Step, batch: Tree, wide: bool, noise: Noise | None = None) -> list[np.ndarray]:
         """Calls another function of parameters and batch; returns its float leaves in float64, 0 for infinities."""
         leaves = flattened(self.call(function, batch, wide, noise)[0])[0]
         arrays = [array_of(x) for x in leaves if is_present(x)]
@@ -238,8 +237,8 @@ class Subject:
         function: Step,
         batch: Tree,
         wide: bool,
-        noise: Callable[[np.ndarray], np.ndarray] | None = None,
-        batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        noise: Noise | None = None,
+        batch_noise: Noise | None = None,
         start: Sequence[np.ndarray] | None = None,
         counts: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tree, list[np.ndarray]]:
