@@ -23,7 +23,7 @@ from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.recorded import EQUALIZING, Recorded
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Subject
 from gradcombine.verify.check.standard import Standard
 
 CUTS = 2
@@ -38,8 +38,7 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
     """
     subject = standard.subject
     if subject.framework == "torch":
-        inner = import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
-        yield from ((x, []) for x in inner)
+        yield from import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
         return
     partial_cuts = list[tuple[Standard, list[int]]]()
     for cuts in _cuts(standard, case.split):
@@ -72,7 +71,7 @@ def _that_predict(standard: Standard, case: Case, cuts: Cuts) -> Iterator[tuple[
             if accounted is not None:
                 others = [i for i in range(count) if i not in accounted]
                 yield Standard(_up_to(subject, length, one.inside), standard.unit), others
-        except (NotWide, NotFiniteError, ValueError):
+        except (NotWide, ValueError):
             continue
 
 

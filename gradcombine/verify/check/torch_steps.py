@@ -24,7 +24,7 @@ from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
 from gradcombine.verify.check.leaves import ZERO, flattened, is_torch, widened
 from gradcombine.verify.check.measure import FLOAT32_UNIT, Measured
-from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Split, Step, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.torch_observer import (
     CLIPPING,
@@ -205,8 +205,8 @@ class TorchStep:
         return lambda params, replacement: self(params, replacement[0], Observer(point, replacement[1]))
 
 
-def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
-    """Yields the step up to the gradients at the optimizer or at clipping, if these predict the result."""
+def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int]]]:
+    """Yields the step up to the gradients at the optimizer or at clipping, as `inner.before_update` does."""
     subject = standard.subject
     steps: Any = subject.make_step
     for point in (OPTIMIZER, CLIPPING):
@@ -218,8 +218,8 @@ def before_update(standard: Standard, case: Case) -> Iterator[Standard]:
             predicted = subject.run(ONE_BATCH, (subject.batch, divided), case.wide, steps(1).after(point)).floats
             leaves = [i for i, (path, _) in enumerate(subject.param_leaves) if _short(path) in divided]  # no buffers
             if accounts_for(standard, case, predicted, 1, leaves or range(len(subject.param_leaves))):
-                yield Standard(inner, standard.unit)
-        except (NotWide, NotFiniteError, ValueError):
+                yield Standard(inner, standard.unit), []
+        except (NotWide, ValueError):
             continue
 
 

@@ -131,7 +131,7 @@ class Windows:
         for w, outcomes in enumerate(self._outcomes[:2]):
             if outcomes[-1].changed:
                 yield Cause.CHANGED_AFTER, w, ""
-        if self._leaks(0, 1):
+        if self._leaks(0):
             yield Cause.LEAKS, 0, "the next update depends on it"
         elif not _close(self._coefficients(1), self._coefficients(0)):
             yield Cause.COEFFICIENTS, 1, "the weights differ from those in the window before"
@@ -245,15 +245,16 @@ class Windows:
             return Cause.PRECISION, w, f"the error is within 16-bit rounding, but {distance}"
         return Cause.UNEXPLAINED, w, f"{distance} from any linear combination"
 
-    def _leaks(self, w: int, later: int) -> bool:
-        return bool(np.any(self._responses[w][:, later] != 0))
+    def _leaks(self, w: int) -> bool:
+        """Whether a window's microbatches change what reaches the optimizer at the end of the next one."""
+        return bool(np.any(self._responses[w][:, w + 1] != 0))
 
     def _partial(self) -> Iterator[Answer]:
         """Yields causes that involve the partial window."""
         *_, outcomes, after = self._outcomes
         n, ends = len(outcomes), [i for i, x in enumerate(after, 1) if x.calls]
         if not outcomes[-1].calls:
-            leaks = self._leaks(2, 3) or (ends and ends[0] < len(after))
+            leaks = self._leaks(2) or (ends and ends[0] < len(after))
             text = f"; the next update is after microbatch {ends[0]} of the next window" if ends else ""
             yield Cause.LEAKS if leaks else Cause.PARTIAL_DROPPED, 2, f"it has {n} microbatches" + text
             return
