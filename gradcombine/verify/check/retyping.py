@@ -213,8 +213,8 @@ DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
 """Prefixes of primitives that draw random numbers."""
 
 
-CALLS = "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "composite"
-CALLS += "custom_jvp_call", "custom_vjp_call"
+CUSTOM_CALLS = "custom_jvp_call", "custom_vjp_call"
+CALLS = "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "composite", *CUSTOM_CALLS
 """Primitives that call an inner program."""
 
 

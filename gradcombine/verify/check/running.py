@@ -363,7 +363,7 @@ class Subject:
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
-        unequal = [name for name, (i, x) in zip(self.names, floats, strict=True) if differs_on_devices(leaves[i])]
+        unequal = [name for name, (i, _) in zip(self.names, floats, strict=True) if differs_on_devices(leaves[i])]
         integers = tuple(x for _, x in present if not is_float_dtype(x.dtype))
         forms = tuple((paths[i] or "(root)", f"{_KINDS[kind_of(x.dtype)]} of shape {x.shape}") for i, x in present)
         return Result(tuple(map(as_floats, wide)), integers, tuple(x.dtype for _, x in floats), forms, tuple(unequal))
