@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any
@@ -131,12 +131,13 @@ def _set(variable: ContextVar[Any], value: Any) -> Generator[None]:
 
 
 @contextmanager
-def wide() -> Generator[None]:
+def wide(enabled: bool = True) -> Generator[None]:
     """Enables 64-bit types and standard dtype promotion in JAX, if it is imported."""
     jax = sys.modules.get("jax")
-    with ExitStack() as stack:
-        for context in () if jax is None else (jax.enable_x64(True), jax.numpy_dtype_promotion("standard")):
-            stack.enter_context(context)
+    if jax is None or not enabled:
+        yield
+        return
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -257,7 +257,7 @@ class Subject:
         if start is not None:
             values = iter(start)
             pairs = [(next(values), x) if is_float(x) else (None, x) for x in params]
-            with wide_types() if wide else nullcontext():
+            with wide_types(wide):
                 typed = [(y if y is None or wide else y.astype(dtype_of(x)), x) for y, x in pairs]
                 params = [x if y is None else as_framework_of(y, x) for y, x in typed]
         if counts is not None:
@@ -265,7 +265,7 @@ class Subject:
             pairs = [(next(integers, None) if is_present(x) and not is_float(x) else None, x) for x in params]
             params = [x if y is None or not is_integers(x) else as_framework_of(y, x) for y, x in pairs]
         program = self.program(function, batch) if wide else None
-        with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
+        with wide_types(wide), np.errstate(all="ignore"):
             arguments = [copied(x, wide, noise) for x in params]
             leaves, structure = flattened(batch)
             rows = [copied(x, wide, None if batch_noise is None else but_exact(batch_noise, x)) for x in leaves]
