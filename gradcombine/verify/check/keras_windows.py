@@ -68,15 +68,14 @@ class KerasRun:
         calls = int(any(np.any(x != 0) for x in reached if x is not None))
         for variable in self._negative_gradient:
             variable.assign(tf.zeros_like(variable))
-        moved, counted, changed = False, calls, False
-        if self._tested is not None:
-            moved, counted, changed = self._apply(tensors, reached, calls)
+        moved, counted, changed = self._apply(tensors, reached, calls)
         self._steps_since_call = 0 if calls else self._steps_since_call
         return Outcome(moved, counted, reached if calls else None, changed)
 
     def _apply(self, tensors: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
         """Returns whether the parameters move, how much the count grows, and whether the copy moves differently."""
-        assert self._tested is not None and self._copy is not None
+        if self._tested is None or self._copy is None:
+            return False, calls, False
         before = [x.numpy() for x in self._params]
         rates = [float(x.learning_rate) if calls else 0.0 for x in (self._tested, self._copy)]
         self._tested.apply(tensors, self._params)
