@@ -224,9 +224,8 @@ def checked(
         if pad is not None:
             rows = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
             name, padded = f"{split} with {rows} rows of padding", pad(batch, rows)
-            if (result := run(name, split, padded)) is not None and (
-                share := distance(name, split, padded, result)
-            ) > 1:
+            result = run(name, split, padded)
+            if result is not None and (share := distance(name, split, padded, result)) > 1:
                 add(name, Cause.PLACEHOLDERS, f"{share:.3g} times the rounding bound")
     unclear, examined = "", True
     for split in splits if subject.returns_params else ():

@@ -149,7 +149,7 @@ def check_reduction(
         raise invalid("a function as asarray", shown(asarray))
     leaf_dtypes = [dtype_of(x) for x in tree.flatten(like)[0] if not is_absent(x)]
     has_integers = any(dtypes.kind(dtype) == "integer" for dtype in leaf_dtypes)
-    stretches = _stretches(leaf_dtypes, elements, weights)
+    stretches = _stretches(leaf_dtypes, has_integers, elements, weights)
     elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
     require_flag("commutative", commutative)
     require_flag("weighted", weighted)
@@ -297,10 +297,9 @@ def _cases(
     return strategies.one_of(*map(of, stretches))
 
 
-def _stretches(leaf_dtypes: Sequence[np.dtype], elements: Any, weights: Any) -> list[Stretch]:
+def _stretches(leaf_dtypes: Sequence[np.dtype], has_integers: bool, elements: Any, weights: Any) -> list[Stretch]:
     """Returns stretches for which sums in the narrowest dtype do not round; only the default values are stretched."""
     stretches, itemsize = [Stretch()], min((dtypes.part(dtype).itemsize for dtype in leaf_dtypes), default=0)
-    has_integers = any(dtypes.kind(dtype) == "integer" for dtype in leaf_dtypes)
     if elements is ELEMENTS:
         factors = (2.0**20, 2.0**-20) if itemsize >= 4 else (32.0,) if itemsize == 2 else ()
         stretches += [Stretch(element=x) for x in factors[: 1 if has_integers else 2]]

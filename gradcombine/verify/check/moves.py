@@ -54,9 +54,7 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
         multiples += filter(None, [_factor(difference, dict(enumerate(addition)), changed)])
     for multiple in multiples:
         amounts = [multiple * x for x in addition]
-        text = (
-            f"up to {max(float(np.abs(x).max(initial=0)) for x in amounts):.3g}, also if all examples are copies of one"
-        )
+        text = f"up to {np.abs(flat(amounts)).max(initial=0):.3g}, also if all examples are copies of one"
         if (factor := _factor(amounts, params, changed)) is not None:
             text = f"{factor:.6g} times the parameters"
         elif (i := next(iter(own := _times_itself(amounts, params, changed)), None)) is not None:
