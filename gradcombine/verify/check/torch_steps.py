@@ -38,9 +38,6 @@ from gradcombine.verify.check.torch_observer import (
     to_wide,
 )
 
-Optimized = list[dict[str, np.ndarray]]
-"""Zeros for the parameters that optimizers received in the first run of any step; empty before it."""
-
 OBSERVED = "['gradients']['"
 """Is in the paths of these gradients in a result, before the name of the parameter."""
 
@@ -54,7 +51,9 @@ def as_arrays(
         return make_step, params, batch, settings
     for name, arguments in (("terms", (params, batch)), ("reference", (params, batch)), ("pad", (batch, 0))):
         value = settings.get(name)
-        settings[name] = TorchStep(lambda value=value: value, *arguments) if callable(value) else arrays_of(value)
+        settings[name] = (
+            TorchStep(lambda value=value: value, *arguments, "", {}) if callable(value) else arrays_of(value)
+        )
     steps = TorchSteps(make_step, params, batch, settings["returns"])
     return steps, arrays_of(params), arrays_of(batch), settings
 
@@ -73,7 +72,7 @@ class TorchSteps:
 
     def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns: str) -> None:
         self._make_step, self._point = make_step, ""
-        self._arguments = params, batch, returns, list[dict[str, np.ndarray]](), list[Any]()
+        self._arguments = params, batch, returns, dict[str, Any]()
         self.takes_optimizer = any(isinstance(x, torch.optim.Optimizer) for x in flattened(params)[0])
 
     def __call__(self, microbatches: int, **devices: int) -> Any:
@@ -88,19 +87,17 @@ class TorchSteps:
 
 
 class TorchStep:
-    """A function of parameters and batch on NumPy arrays; ``make`` is called once for each precision."""
+    """A function of parameters and batch on NumPy arrays; ``make`` is called once for each precision.
+
+    Args:
+      first: what the first run of any step of a factory sets: the gradients that it returned, and zeros like those that
+        optimizers received.
+    """
 
     def __init__(
-        self,
-        make: Callable[[], Step],
-        params: Tree,
-        batch: Tree,
-        returns: str = "",
-        optimized: Optimized | None = None,
-        first: list[Any] | None = None,
+        self, make: Callable[[], Step], params: Tree, batch: Tree, returns: str, first: dict[str, Any]
     ) -> None:
-        self._make, self._returns, self._optimized = make, returns, [] if optimized is None else optimized
-        self._first, self._left = [] if first is None else first, list[dict[str, Any]]()
+        self._make, self._returns, self._first, self._left = make, returns, first, list[dict[str, Any]]()
         self._like = flattened(params), flattened(batch)
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -130,9 +127,8 @@ class TorchStep:
         for x, arrays in zip(leaves, values, strict=True):
             if type(arrays) is dict:
                 arrays.update(arrays_of(x))  # a dict of the caller's, which changes in place as the module does
-        if not self._optimized:
-            self._optimized.append({name: np.zeros_like(x) for name, x in observed.gradients.items()})
-        if self._returns == "params" and (zeros := self._optimized[0]):
+        zeros = self._first.setdefault("optimized", {name: np.zeros_like(x) for name, x in observed.gradients.items()})
+        if self._returns == "params" and zeros:
             # The structure is that of the first run: a gradient scaler may skip a step if gradients are not finite.
             zeros = {name: widened(x) if wide else x for name, x in zeros.items()}
             extra = {"gradients": {name: observed.gradients.get(name, x) for name, x in zeros.items()}}
@@ -145,9 +141,7 @@ class TorchStep:
     def _filled(self, gradients: Tree, wide: bool) -> Tree:
         """Returns zeros in place of gradients that are None, but were not in the first run."""
         leaves, structure = flattened(gradients)
-        first = self._first
-        if not first:
-            first.extend(leaves)
+        first = self._first.setdefault("returned", leaves)
         if len(first) != len(leaves):
             return gradients
         zeros = [None if x is None else np.zeros_like(widened(x) if wide else x) for x in first]
