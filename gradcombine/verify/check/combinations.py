@@ -18,7 +18,7 @@ from gradcombine.verify.check.case import (
     share_in,
     split_by,
 )
-from gradcombine.verify.check.leaves import flat, widened
+from gradcombine.verify.check.leaves import as_floats, flat
 from gradcombine.verify.check.running import Split
 from gradcombine.verify.check.separate import are_separate
 from gradcombine.verify.check.standard import SAME, Standard
@@ -65,7 +65,7 @@ def scaled_apart(standard: Standard, case: Case) -> Iterator[Prediction]:
     subject = standard.subject
     if not subject.returns_params:
         return
-    params = [widened(x) for _, x in subject.param_leaves]
+    params = [as_floats(x) for _, x in subject.param_leaves]
     leaves, allowed = case.among(range(len(params))), standard.allowed(case.wide)
     one, result, start = (
         flat([x[i].ravel() / allowed[i] for i in leaves if allowed[i] > 0])
@@ -80,7 +80,7 @@ def scaled_apart(standard: Standard, case: Case) -> Iterator[Prediction]:
     number = next((n for n in counts if n > 1 and abs(a - n) <= EPSILON * n), None)
     size = f"by {a:.6g}" if number is None else f"{number} times the mean; there are {number} {counts[number]}"
     text = f"{size}; all but {b / (1 - a):.3g} times the parameters, as of weight decay"
-    floats = [*(a * x + b * y.reshape(x.shape) for x, y in zip(standard.best.floats, params, strict=False))]
+    floats = [*(a * x + b * y for x, y in zip(standard.best.floats, params, strict=False))]
     cause = Cause.SCALED if number is None else Cause.SUM
     yield Prediction(cause, text, [*floats, *standard.best.floats[len(params) :]], 1 + abs(a), leaves)
 

@@ -11,6 +11,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, Prediction, Terms, accounts_for, distances, partitions, split_by
+from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.running import Floats, NotWide, Rows
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_program import dividing
@@ -63,7 +64,7 @@ def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
         raise invalid(expected, f"{type(error).__name__}: {error}") from error
     if not np.isfinite(list(weights.values())).all():
         raise invalid("terms with finite weights", ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()))
-    like = [x for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats
+    like = [as_floats(x) for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats
     count = len(like)
     if len(leaves) != count * len(weights) or [x.shape for x in leaves[:count]] != [x.shape for x in like]:
         raise invalid("gradients of terms like those of the step", "others")

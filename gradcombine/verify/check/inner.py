@@ -87,7 +87,7 @@ def updated_in_sequence(
     """
     subject, one = standard.subject, _program(standard, ONE_BATCH)
     start = subject.start
-    for length in _gradients(one, [x.shape for x in start]):
+    for length in _gradients(one, [x.shape for _, x in subject.param_leaves]):
         indices, state, counts = one.inputs(length), start, None
         for rows, weight in zip(batches, weights, strict=True):
             batch = subject.rows(rows)

@@ -164,6 +164,13 @@ def as_floats(x: np.ndarray) -> np.ndarray:
     return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
 
 
+def from_floats(floats: np.ndarray, like: Any, wide: bool) -> np.ndarray:
+    """Inverts `as_floats`; the result has the dtype of ``like``, or is of its kind in 64 or 128 bits."""
+    dtype = dtype_of(like)
+    array = np.ascontiguousarray(floats).view(np.complex128)[..., 0] if kind_of(dtype) == "complex" else floats
+    return array if wide else array.astype(dtype)
+
+
 def flat(arrays: Iterable[np.ndarray | None]) -> np.ndarray:
     """Returns the elements of all arrays as one float64 vector."""
     return np.concatenate([np.zeros(0), *(x.ravel().astype(np.float64) for x in arrays if x is not None)])

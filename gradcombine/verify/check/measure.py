@@ -95,7 +95,7 @@ class Measured:
         self.noise = np.where(is_zero, native, best)
         stored = np.zeros(len(sizes))
         if subject.returns_params:
-            params = [rms(x) for _, x in subject.param_leaves]
+            params = [rms(as_floats(x)) for _, x in subject.param_leaves]
             stored[: len(params)] = (self.roundoffs if unit else leaves)[: len(params)] * params
         columns = [self.best.floats, *(x.floats for x in self.columns if x is not None)]
         largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
@@ -331,7 +331,7 @@ class Measured:
             largest = max(rms(x) for x in wide.floats)
             rounding = 2**6 * UNIT64 * largest
             if subject.returns_params:  # a change is the difference of parameters, which are rounded
-                size = max((rms(x) for _, x in subject.param_leaves), default=0)
+                size = max((rms(as_floats(x)) for _, x in subject.param_leaves), default=0)
                 rounding += 4 * UNIT64 * size
                 scales[0] *= min(max(over(size, largest), 1), 2.0**14)
             perturbed = [subject.run(split, batch, True, noise=perturbation(0, scale, zero)) for scale in scales]

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by
 from gradcombine.verify.check.inner import updated_in_sequence
-from gradcombine.verify.check.leaves import changed, flat, widened
+from gradcombine.verify.check.leaves import as_floats, changed, flat
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
 from gradcombine.verify.check.separate import separate_results, weights_of
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -237,8 +237,8 @@ def in_sequence(
             results.append(result.floats)
             counts = result.integers if len(moving) == len(state) else None
             for i in moving:
-                state[i] = changed(state[i], factor * result.floats[i].reshape(state[i].shape))
-    except (NotWide, ValueError):  # complex leaves have another shape in a result
+                state[i] = changed(state[i], factor * result.floats[i])
+    except (NotWide, ValueError):
         return None
     return results
 
@@ -252,7 +252,7 @@ def decayed(standard: Standard, case: Case) -> Iterator[Prediction]:
     subject = standard.subject
     if not subject.returns_params:
         return
-    start = [widened(x) for _, x in subject.param_leaves]
+    start = [as_floats(x) for _, x in subject.param_leaves]
     result, others = case.result.floats[: len(start)], standard.best.floats[len(start) :]
     p, difference = flat(start), flat(result) - flat(standard.best.floats[: len(start)])
 

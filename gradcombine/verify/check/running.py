@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.registry import dtype_of, owner
+from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError, invalid, require_equal
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
@@ -26,6 +26,7 @@ from gradcombine.verify.check.leaves import (
     examples,
     finite,
     flattened,
+    from_floats,
     is_float,
     is_float_dtype,
     is_integers,
@@ -166,8 +167,8 @@ class Subject:
 
     @property
     def start(self) -> list[np.ndarray]:
-        """Values of the float parameters, in float64."""
-        return [widened(array_of(x)) for x in self._params if is_float(x)]
+        """Values of the float parameters, in float64, with complex numbers as pairs."""
+        return [as_floats(array_of(x)) for x in self._params if is_float(x)]
 
     @property
     def integers(self) -> list[np.ndarray]:
@@ -247,7 +248,7 @@ class Subject:
         Args:
           wide: whether to run in float64.
           noise, batch_noise: perturb the float parameters, and the floats of the batch.
-          start: float64 values to use instead of the float parameters.
+          start: values like `start` to use instead of the float parameters.
           counts: values to use instead of the integer parameters.
 
         Returns:
@@ -256,10 +257,8 @@ class Subject:
         params = list(self._params)
         if start is not None:
             values = iter(start)
-            pairs = [(next(values), x) if is_float(x) else (None, x) for x in params]
             with wide_types(wide):
-                typed = [(y if y is None or wide else y.astype(dtype_of(x)), x) for y, x in pairs]
-                params = [x if y is None else as_framework_of(y, x) for y, x in typed]
+                params = [as_framework_of(from_floats(next(values), x, wide), x) if is_float(x) else x for x in params]
         if counts is not None:
             integers = iter(counts)
             pairs = [(next(integers, None) if is_present(x) and not is_float(x) else None, x) for x in params]

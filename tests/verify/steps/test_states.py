@@ -243,3 +243,35 @@ def test_quantized_numbers_may_differ_by_rounding_alone(changes: dict[str, Any],
     report = check_step(partial(quantizes, **changes), state, ROWS, returns="params")
     assert report.cause is cause, str(report)
     assert "shift" not in changes or "an integer in the result is" in report.faults[0].detail
+
+
+def has_complex_parameters(k: int, each: bool, divided: bool) -> Step:
+    """Decays complex weights and moves along the mean or the sum of the gradients, once or at each microbatch."""
+
+    def step(w: Any, batch: Any) -> Any:
+        real, grads = batch["x"].real.dtype.type, []
+        for x, y in zip(np.split(batch["x"], k), np.split(batch["y"], k), strict=True):
+            grads.append(x.conj().T @ (x @ w - y) / real(len(y)))
+            w = w - real(0.1) * grads[-1] if each else w
+        mean = sum(grads) / real(k if divided else 1)
+        return w if each else real(0.99) * w - real(0.1) * mean
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"each": False, "divided": True}, None),
+        ({"each": False, "divided": False}, Cause.SUM),
+        ({"each": True, "divided": True}, Cause.MOVED_EACH),
+    ],
+)
+def test_complex_parameters_are_checked_like_real_ones(changes: dict[str, bool], cause: Cause | None) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(2, *shape)).astype(np.float32) for shape in ((8, 4), (8,)))
+    w = np.array([1, 1j, -1, -1j], np.complex64)  # whose squares add up to 0
+    batch = {"x": x[0] + np.complex64(1j) * x[1], "y": y[0] + np.complex64(1j) * y[1]}
+    report = check_step(partial(has_complex_parameters, **changes), w, batch, returns="params")
+    assert report.cause is cause, str(report)
+    assert cause or report.passes
