@@ -316,16 +316,13 @@ def _near(left: Any, right: Any, ulps: int, largest: float) -> bool:
     y: Any = np.asarray(right)
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
-    inexact = dtypes.kind(x.dtype) in ("float", "complex")
-    alike = x == y
-    if inexact and not ulps:
-        alike &= np.signbit(x.real) == np.signbit(y.real)
-    if inexact:
-        alike |= (x != x) & (y != y)
-    if inexact and ulps:
-        step = 2 * rounding_unit(dtypes.part(x.dtype))
-        with np.errstate(invalid="ignore"):
-            wide = x + np.float64(0), y + np.float64(0)
-            scale = max(largest, *(float(np.max(abs(z), where=np.isfinite(z), initial=0)) for z in wide))
-            alike |= abs(wide[0] - wide[1]) <= ulps * step * scale
-    return bool(np.all(alike))
+    if dtypes.kind(x.dtype) not in ("float", "complex"):
+        return bool(np.all(x == y))
+    both_nan = (x != x) & (y != y)
+    if not ulps:
+        return bool(np.all(both_nan | ((x == y) & (np.signbit(x.real) == np.signbit(y.real)))))
+    with np.errstate(invalid="ignore"):
+        wide = x + np.float64(0), y + np.float64(0)
+        scale = max(largest, *(float(np.max(abs(z), where=np.isfinite(z), initial=0)) for z in wide))
+        is_close = abs(wide[0] - wide[1]) <= 2 * ulps * rounding_unit(dtypes.part(x.dtype)) * scale
+    return bool(np.all(both_nan | (x == y) | is_close))
