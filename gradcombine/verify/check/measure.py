@@ -80,8 +80,8 @@ class Measured:
         self.unit = unit or facts.unit or max(map(rounding_unit, dtypes))
         leaves = np.array([rounding_unit(x) for x in self.native.dtypes])
         self.roundoffs = np.maximum(self.unit, leaves) if unit is None else np.full(len(leaves), unit)
-        self.draws = facts.random
-        self.wide, self.not_wide = self._in_float64(facts.draws)
+        self.draws = facts.draws
+        self.wide, self.not_wide = self._in_float64(facts.differs)
         best, native = self._noise(self.wide is not None), self._noise(False)
         sizes = np.array([rms(x) for x in self.best.floats])
         # A leaf that is 0 in exact arithmetic, such as the key bias of attention, is the rounding of terms that cancel.
@@ -350,8 +350,8 @@ class Measured:
         program = self.subject.program(self.subject.step(split), batch)
         return self.subject.framework == "torch" or (program is not None and not program.problem)
 
-    def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
-        if draws:
+    def _in_float64(self, differs: bool) -> tuple[Result | None, str]:
+        if differs:
             return None, "the step draws random numbers, which differ in float64"
         try:
             return self.in_float64(ONE_BATCH, self.subject.batch), ""

@@ -50,13 +50,13 @@ class Facts(NamedTuple):
 
     Attributes:
       unit: unit roundoff of the matrix products; None if there are none, or if the step cannot be traced.
-      draws: whether it draws random numbers that differ in float64.
-      random: whether it may draw random numbers, also outside of JAX, as constants; True if unknown.
+      differs: whether it draws random numbers that differ in float64.
+      draws: whether it may draw random numbers, also outside of JAX, as constants; True if unknown.
     """
 
     unit: float | None = None
-    draws: bool = False
-    random: bool = True
+    differs: bool = False
+    draws: bool = True
 
 
 def read(subject: Subject) -> Facts:
