@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, islice
 
 import numpy as np
@@ -134,32 +134,25 @@ def clip_bound(standard: Standard, results: Sequence[Floats], leaves: Sequence[i
     batch of copies, their norm does not depend on the example, only on the bias.
     """
     vectors = [flat([x[i] for i in leaves]) for x in results]
-    norms, maxima = [_norm(x) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
-    for sizes, size, text in ((norms, _norm, "a norm of"), (maxima, _maximum, "a largest element of")):
+    norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
+    for sizes, order, text in ((norms, 2, "a norm of"), (maxima, np.inf, "a largest element of")):
         top = max(sizes)
         first, *others = [x for x, y in zip(vectors, sizes, strict=True) if y >= top * (1 - CLOSE)]
         smallest = 0 if sizes is norms else top * (1 - CLOSE)
         for x in others if top > 0 else ():
             compared = np.maximum(np.abs(x), np.abs(first)) >= smallest
-            if np.any(np.abs(x - first)[compared] > SAME * top) and not _is_exceeded(standard, leaves, size, top):
+            if np.any(np.abs(x - first)[compared] > SAME * top) and not _is_exceeded(standard, leaves, order, top):
                 return f"{text} {top:.6g}"
     return ""
 
 
-def _is_exceeded(standard: Standard, leaves: Sequence[int], size: Callable[[np.ndarray], float], bound: float) -> bool:
-    """Whether a gradient of copies of an example is larger at perturbed parameters; False for new parameters."""
+def _is_exceeded(standard: Standard, leaves: Sequence[int], order: float, bound: float) -> bool:
+    """Whether a gradient of copies of an example has a larger norm at perturbed parameters; False for new ones."""
     if standard.subject.returns_params:  # which change by moments, too
         return False
     results = (standard.elsewhere(0, ONE_BATCH, rows, standard.wide is not None) for rows in standard.units)
-    return any(x is not None and size(flat([x.floats[i] for i in leaves])) > bound * (1 + CLOSE) for x in results)
-
-
-def _norm(x: np.ndarray) -> float:
-    return float(np.linalg.norm(x))
-
-
-def _maximum(x: np.ndarray) -> float:
-    return float(np.abs(x).max(initial=0))
+    gradients = (flat([x.floats[i] for i in leaves]) for x in results if x is not None)
+    return any(np.linalg.norm(x, order) > bound * (1 + CLOSE) for x in gradients)
 
 
 def _repeated_maximum(sizes: np.ndarray) -> float:
