@@ -170,9 +170,9 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     files = [folder]
     if folder.is_dir():
         texts = sorted(folder.glob("*after_optimizations.txt"))
-        files = texts or sorted((*folder.glob("*after_optimizations*.pb"), *folder.glob("*.hlo.pb")))
+        files = texts or sorted(folder.glob("*after_optimizations.hlo.pb"))
         if not files:
-            raise invalid("a folder with files *after_optimizations.txt or .pb", str(path))
+            raise invalid("a folder with files *after_optimizations.txt or .hlo.pb", str(path))
     return [_audited(Built(_optimized(*pair)), machine) for pair in zip(files, read(files), strict=True)]
 
 

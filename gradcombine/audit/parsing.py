@@ -31,15 +31,24 @@ def parse(content: bytes) -> str:
     hlo = hlo_parser()
     if content.lstrip().startswith(b"HloModule"):
         return hlo.hlo_module_from_text(content.decode()).to_string()
-    first, *_ = _fields(content)
+    fields = dict(_fields(content))
     try:
-        return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
+        module = hlo.HloModule.from_serialized_hlo_module_proto(content)
     except Exception:  # an HloProto, as XLA dumps it, whose first field is the module
-        return hlo.HloModule.from_serialized_hlo_module_proto(first).to_string()
+        module = hlo.HloModule.from_serialized_hlo_module_proto(fields[1])
+        fields = dict(_fields(fields[1]))
+    # The parser drops the numbers of devices, which are in the field device_assignment.
+    counts = dict(_fields(fields.get(15, b"")))
+    header, *lines = module.to_string().split("\n")
+    return "\n".join([f"{header}, replica_count={counts.get(1, 1)}, num_partitions={counts.get(2, 1)}", *lines])
 
 
-def _fields(content: bytes) -> Iterator[bytes]:
-    """Yields the fields of a proto; raises if it is truncated, which some of XLA's parsers do not notice."""
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    """Yields the numbers and values of the fields of a proto.
+
+    Raises:
+      ValueError: if it is truncated, which some of XLA's parsers do not notice.
+    """
     position = 0
     while position < len(content):
         tag, position = _varint(content, position)
@@ -47,7 +56,7 @@ def _fields(content: bytes) -> Iterator[bytes]:
         position = start + (size if tag & 7 else 0)
         if position > len(content):
             raise ValueError("the file is truncated")
-        yield content[start:position]
+        yield tag >> 3, content[start:position] if tag & 7 else size
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
