@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from gradcombine import reductions
 from gradcombine.errors import invalid, within
@@ -118,34 +119,35 @@ class VariableReductions:
                     check(reduction=reduction)
                 self.reductions[_shown(path)] = reduction
 
-    def select(self, before: SplitModule, module: Any) -> dict[str, Tree]:
+    def select(self, before: SplitModule, module: Any, call: Callable[[SplitModule], Any]) -> dict[str, Tree]:
         """Values of the combined variables of a module after its call, by path; raises if others have changed.
 
-        The module was merged from ``before``, which includes the parameters of the call.
+        Args:
+          before: the module's parts before the call.
+          module: the module after it.
+          call: repeats the call for other parts, and returns the module after it.
         """
-        after, values = split_module(module), dict[str, Tree]()
-        old_values = {_shown(path): _value(x) for part in (before.params, before.rest) for path, x in _variables(part)}
-        kinds = () if after is None else ((after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED))
-        for part, expected in kinds:
+        after = split_module(module)
+        if after is None:
+            return {}
+        old, new = _values(before), _values(after)
+        changed = {name for name, value in new.items() if name not in self.reductions and old.get(name) is not value}
+        if changed:
+            # Transformations such as nnx.remat return all variables, those that they do not change as new tracers.
+            changed -= _returned(lambda values: _values(split_module(call(_with_values(before, values)))), old)
+        for part, expected in (after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED):
             for path, variable in _variables(part):
-                name, value = _shown(path), _value(variable)
-                if name in self.reductions:
-                    values[name] = value
-                elif old_values.get(name) is not value:
+                if (name := _shown(path)) in changed:
                     raise invalid(expected, f"a {type(variable).__name__} that the loss changes", name)
-        return values
+        return {name: new[name] for name in new if name in self.reductions}
 
     def updated(self, module: SplitModule, values: dict[str, Tree], counted: Array) -> SplitModule:
         """The module with the combined values of its variables; unchanged unless a microbatch ``counted``."""
         if not self.reductions:
             return module
 
-        def new(path: tuple[Any, ...], variable: Any) -> Any:
-            value = values.get(_shown(path))
-            return variable if value is None else variable.replace(jnp.where(counted, value, variable.get_value()))
-
-        flat = [(path, new(path, variable)) for path, variable in _variables(module.rest)]
-        return module._replace(rest=sys.modules["flax.nnx"].from_flat_state(flat))
+        old = _values(module)
+        return _with_values(module, {name: jnp.where(counted, value, old[name]) for name, value in values.items()})
 
 
 def _variables(part: Tree) -> list[tuple[tuple[Any, ...], Any]]:
@@ -154,8 +156,51 @@ def _variables(part: Tree) -> list[tuple[tuple[Any, ...], Any]]:
     return list(nnx.to_flat_state(part)) if nnx is not None and isinstance(part, nnx.State) else []
 
 
-def _value(variable: Any) -> Array:
-    return variable.get_value() if hasattr(variable, "get_value") else variable
+def _values(module: SplitModule) -> dict[str, Array]:
+    """Values of the variables of an nnx.Module, except random keys, by path."""
+    variables = [pair for part in (module.params, module.rest) for pair in _variables(part)]
+    return {_shown(path): x.get_value() if hasattr(x, "get_value") else x for path, x in variables}
+
+
+def _with_values(module: SplitModule, values: dict[str, Array]) -> SplitModule:
+    """An nnx.Module with other values of some variables, by path."""
+
+    def new(path: tuple[Any, ...], x: Any) -> Any:
+        value = values.get(_shown(path))
+        return x if value is None else x.replace(value) if hasattr(x, "replace") else value
+
+    def replaced(part: Tree) -> Tree:
+        pairs = [(path, new(path, x)) for path, x in _variables(part)]
+        return sys.modules["flax.nnx"].from_flat_state(pairs) if pairs else part
+
+    return module._replace(params=replaced(module.params), rest=replaced(module.rest))
+
+
+def _returned(function: Callable[[dict[str, Array]], dict[str, Array]], values: dict[str, Array]) -> set[str]:
+    """Names of the arrays that a function returns as it got them."""
+    closed, form = jax.make_jaxpr(function, return_shape=True)(values)
+    inputs = dict(zip(sorted(values), range(len(values)), strict=True))  # in JAX' order of a dict
+    outputs = zip(sorted(form), closed.jaxpr.outvars, strict=True)
+    return {name for name, x in outputs if name in inputs and _origin(closed.jaxpr, x) == inputs[name]}
+
+
+def _origin(jaxpr: Jaxpr, x: Any) -> int | None:
+    """Index of the input of a program that is returned as ``x``, also through inner programs and loops."""
+    for equation in reversed(jaxpr.eqns):
+        if x in equation.outvars:
+            inner, i = equation.params.get("jaxpr"), equation.outvars.index(x)
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            j = _origin(inner, inner.outvars[i]) if isinstance(inner, Jaxpr) else None
+            if j is None:
+                return None
+            if equation.primitive.name == "scan":
+                constants, carried = equation.params["num_consts"], equation.params["num_carry"]
+                if j != constants + i if i < carried else j < constants + carried:
+                    return None
+            elif len(inner.invars) != len(equation.invars):
+                return None
+            x = equation.invars[j]
+    return next((i for i, y in enumerate(jaxpr.invars) if y is x), None)
 
 
 def _shown(path: tuple[Any, ...]) -> str:
@@ -220,10 +265,16 @@ def module_loss(loss: Loss, module: SplitModule, positions: int, average: Reduct
         if has_keys:
             *caller_key, keys = loss_args.pop(at - 1)
             loss_args[at - 1 : at - 1] = caller_key
-        merged = merge_module(rest._replace(params=params, keys=keys))
-        output, form = parse_output(loss.function(merged, *loss_args, **kwargs), loss.has_aux)
+
+        def called(module: SplitModule) -> tuple[Tree, Tree]:
+            merged = merge_module(module)
+            return loss.function(merged, *loss_args, **kwargs), merged
+
+        before = rest._replace(params=params, keys=keys)
+        result, after = called(before)
+        output, form = parse_output(result, loss.has_aux)
         forms.append(form)
-        state = variables.select(rest._replace(params=params), merged)
+        state = variables.select(before, after, lambda module: called(module)[1])
         counted = 1.0 if state else None
         return output._replace(aux={"aux": output.aux, "state": state, "counted": counted})
 
@@ -244,9 +295,15 @@ def module_aware_loss(loss: Loss) -> Loss:
         rest: SplitModule | None = kwargs.pop(MODULE_REST, None)
         if rest is None:
             return loss.function(params, *args, **kwargs)
-        module = merge_module(rest._replace(params=params))
-        result = loss.function(module, *args, **kwargs)
-        VariableReductions(rest).select(rest._replace(params=params), module)  # raises for a changed variable
+
+        def called(module: SplitModule) -> tuple[Tree, Tree]:
+            merged = merge_module(module)
+            return loss.function(merged, *args, **kwargs), merged
+
+        before = rest._replace(params=params)
+        result, after = called(before)
+        # Raises for a changed variable.
+        VariableReductions(rest).select(before, after, lambda module: called(module)[1])
         return result
 
     return replace(loss, function=function) if callable(loss.function) else loss

@@ -235,7 +235,8 @@ class Objective:
     def denominators(self, terms: Terms, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Array:
         """Weights of one microbatch, one per denominator, in an array; the compiler removes the rest of the loss."""
         weights = self._values_and_weights(terms, self.marked(args), kwargs)[1]
-        return jnp.stack([_as_array(weights[name]) for name in terms.denominators])
+        widest = jax.dtypes.canonicalize_dtype(np.float64)
+        return jnp.stack([_as_array(weights[name], widest) for name in terms.denominators])
 
     def with_totals(self, terms: Terms, kwargs: dict[str, Tree], counted: Array) -> dict[str, Tree]:
         """Adds the totals over all replicas to the keyword arguments, by one small all-reduce."""

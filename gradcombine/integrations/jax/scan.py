@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,9 +128,9 @@ FLOAT32_EXPONENT = jnp.finfo(jnp.float32).maxexp
 def scales_loss(objective: Objective, spec: Contribution, trace: Callable[[], ClosedJaxpr]) -> bool:
     """Whether the weight of a microbatch can scale its loss instead of its gradients.
 
-    Requires a plain sum or mean, as other reductions process each gradient first, no narrow floats, which would round
-    the weight or overflow, and no custom_vjp or linear_call, whose backward pass may clip or quantize. With a carry,
-    all microbatches have to be computed, even those that may have weight 0.
+    Requires a plain sum or mean, as other reductions process each gradient first, no parameters or values in narrow
+    floats, which would round the weight or overflow, and no custom_vjp or linear_call, whose backward pass may clip or
+    quantize. With a carry, all microbatches have to be computed, even those that may have weight 0.
 
     Args:
       trace: traces the loss, without its derivative.
@@ -140,11 +140,13 @@ def scales_loss(objective: Objective, spec: Contribution, trace: Callable[[], Cl
         return False
     if known_weight is None and loss.carry_argnum is not None:
         return False
-    widest = max((jnp.finfo(leaf.dtype).bits for _, leaf in tree.present(spec.parts["grads"])), default=0)
+    dtypes = [leaf.dtype for _, leaf in tree.present(spec.parts["grads"])]
+    widest = max((jnp.finfo(dtype).bits for dtype in dtypes), default=0)
     return (
         isinstance(objective.reduction, Treewise)  # no wrapper, which would expect unweighted gradients
         and isinstance(objective.reduction.cell, Added)
         and jnp.finfo(spec.parts["value"].dtype).bits >= max(widest, 32)
+        and all(map(_has_range, dtypes))
         and all(_is_linear(equation) for equation in _equations(trace().jaxpr))
     )
 
@@ -159,9 +161,15 @@ class ScaledGradients(Wrapper):
 
 def _is_linear(equation: JaxprEqn) -> bool:
     """Whether the backward pass of an equation is linear up to rounding, also for cotangents of another scale."""
-    dtypes = [getattr(x.aval, "dtype", np.int32) for x in equation.outvars]  # effects have none
-    in_range = all(jnp.finfo(x).maxexp >= FLOAT32_EXPONENT for x in dtypes if jnp.issubdtype(x, jnp.floating))
-    return in_range and not equation.primitive.name.startswith(("custom_vjp_call", "linear_call"))
+    name, dtypes = equation.primitive.name, [getattr(x.aval, "dtype", np.int32) for x in equation.outvars]
+    if name == "reduce_precision" and equation.params["exponent_bits"] < 8:  # fewer than float32
+        return False
+    return all(map(_has_range, dtypes)) and not name.startswith(("custom_vjp_call", "linear_call"))
+
+
+def _has_range(dtype: Any) -> bool:
+    """Whether a dtype has the range of float32, if it is one of real floats."""
+    return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).maxexp >= FLOAT32_EXPONENT
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -137,3 +137,16 @@ def test_context_parallel_token_counts(totals: Any) -> None:
         grads = jax.tree.map(np.asarray, jax.grad(whole)(wide))
     assert distance(received, grads) < 2e-5
     assert float(output.weight["tokens"]) == real.sum()
+
+
+@pytest.mark.parametrize("totals", [None, "counted"])
+def test_large_counts_in_float64(totals: Any) -> None:
+    """2**24 + 1 is no float32."""
+
+    def loss(w: Any, x: Any, counts: Any) -> LossOutput:
+        return LossOutput({"ce": jnp.sum(w * x * counts)}, {"tokens": counts.sum()})
+
+    with jax.enable_x64(True):
+        counts = np.array([2**24 + 1, 3, 1, 1], np.int64)
+        function = value_and_grad(Loss(loss, terms={"ce": "tokens"}, totals=totals), 4)
+        assert float(function(jnp.float64(1), np.ones(4), counts)[1]) == 1

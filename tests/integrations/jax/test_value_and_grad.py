@@ -271,6 +271,29 @@ def test_a_loss_in_a_dtype_of_small_range_is_not_scaled(dtype: Any, largest: int
     assert np.asarray(f(ONES, Y, np.full((6, 1), 2, np.float32))[1]).tolist() == [expected] * 4
 
 
+def test_a_parameter_of_small_range_does_not_get_a_scaled_gradient() -> None:
+    """The loss computes in float32, but 10,000 times the gradient of 30 overflows in the parameter's float16."""
+
+    def loss(w: Any, x: Any, weight: Any) -> Any:
+        return jnp.sum(w.astype(jnp.float32) * 30) + 0 * x.sum()
+
+    for k in (6, 4):  # 4: microbatches of two sizes
+        f = jax.jit(value_and_grad(loss, k, weight=lambda x, weight: weight.sum()))
+        grad = f(ONES.astype(jnp.float16), Y, np.full((6, 1), 1e4, np.float32))[1]
+        assert grad.dtype == jnp.float16 and np.asarray(grad).tolist() == [30] * 4
+
+
+@pytest.mark.parametrize("exponent_bits", [4, 5, 8])
+def test_a_loss_of_reduced_range_is_not_scaled(exponent_bits: int) -> None:
+    """The derivative of a reduction of precision reduces that of the gradient, which its weight would overflow."""
+
+    def loss(w: Any, x: Any, weight: Any) -> Any:
+        return jnp.sum(jax.lax.reduce_precision(w, exponent_bits, 7) * 30) + 0 * x.sum()
+
+    f = jax.jit(value_and_grad(loss, 6, weight=lambda x, weight: weight.sum()))
+    assert np.asarray(f(ONES, Y, np.full((6, 1), 2**13, np.float32))[1]).tolist() == [30] * 4
+
+
 @jax.custom_vjp
 def clipped(x: Any) -> Any:
     return x
