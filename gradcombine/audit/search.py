@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from gradcombine.audit.flow import LINEAR, MOVING, Node
@@ -91,7 +91,12 @@ class Search(Sums, Subject[Instruction]):
     def accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction] | None) -> float:
         if loop is None and (exchange.loops or not self.gates):
             return 0
-        test = partial(self._is_accumulated, loop) if loop else self._is_accumulated_over_calls
+
+        def test(part: Node) -> bool:
+            if loop is None:
+                return self._is_accumulated_over_calls(part)
+            return self._is_accumulated(loop, part) and self._may_follow(exchange, loop, [part])
+
         size = sum(size for part, size in self.parts(exchange) if test(part))
         return size if size >= max(FEW_SCALARS, SHARE * exchange.operand) else 0
 
@@ -105,7 +110,8 @@ class Search(Sums, Subject[Instruction]):
         for terms in by_sum.values():
             nodes = {node for _, _, path in terms for node in path}
             computed = (node for _, _, path in terms for node in path[1:])
-            if len(terms) > 1 and all(self._commutes_with_sum(node, nodes) for node in computed):
+            are_equal = not any(True for exchange, *_ in terms for _ in self._unequal_factors(exchange, nodes))
+            if len(terms) > 1 and are_equal and all(self._commutes_with_sum(node, nodes) for node in computed):
                 names = tuple(dict.fromkeys(exchange.x.name for exchange, _, _ in terms))
                 merged[names].append([(exchange, size) for exchange, size, _ in terms])
         for sums in merged.values():
@@ -170,8 +176,26 @@ class Search(Sums, Subject[Instruction]):
 
     def only_accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
         body = self.body(loop)
-        reached = self.linear(body, self.flow.leaves(exchange.computation, exchange.x))
-        return reached is not None and reached <= self.accumulators(body) | self._stacked(body)
+        start = self.flow.leaves(exchange.computation, exchange.x)
+        reached = self.linear(body, start)
+        is_added = reached is not None and reached <= self.accumulators(body) | self._stacked(body)
+        return is_added and self._may_follow(exchange, loop, start)
+
+    def _may_follow(self, exchange: Exchange[Instruction], loop: Loop[Instruction], start: Iterable[Node]) -> bool:
+        """Whether factors of ``start`` in an iteration are equal on the devices that exchange, or in all iterations."""
+        body = self.body(loop)
+        inside, carried = self.inside(body), zip(self.carried(body), self.flow.results(body), strict=True)
+        varying = {node for node, result in carried if node not in self.moved_from([result])}
+        factors = self._unequal_factors(exchange, self.flow.reached(start, within=inside))
+        return all(varying.isdisjoint(self.flow.closure([factor], inside)) for factor in factors)
+
+    def _unequal_factors(self, exchange: Exchange[Instruction], nodes: set[Node]) -> Iterator[Node]:
+        """Values that multiply or select some of ``nodes`` and differ between the devices that exchange."""
+        for node in nodes:
+            opcode = self.flow.opcode(node)
+            at = {"multiply": (0, 1), "divide": (1,), "select": (0,), "conditional": (0,)}.get(opcode, ())
+            others = (n for i in at for n in self.operands(node, i) if n not in nodes)
+            yield from (n for n in others if not self.flow.equality.within(n, exchange.groups))
 
     def merge_key(self, exchange: Exchange[Instruction]) -> tuple[str, str, int]:
         name = exchange.computation
@@ -306,12 +330,13 @@ class Search(Sums, Subject[Instruction]):
         return False
 
     def _decided_by_counter(self, predicate: Node) -> bool:
-        """Whether a predicate depends only on scalars that are not floats, and on no collective."""
+        """Whether a predicate is computed from scalar arguments only, without floats and collectives."""
         flow, closure = self.flow, self.flow.closure([predicate])
         shapes = [flow.places[node].shape for node in closure if flow.places[node].x.shapes]
         is_scalar = any(not shape.dims and shape.kind == "pred" for shape in shapes)
-        parameters = [flow.places[node].shape for node in closure if flow.places[node].x.opcode == "parameter"]
-        of_scalars = bool(parameters) and all(shape.elements == 1 for shape in parameters)
+        parameters = [flow.places[node] for node in closure if flow.places[node].x.opcode == "parameter"]
+        arguments = [place.shape for place in parameters if place.computation == self.program.entry]
+        of_scalars = bool(parameters) and all(shape.elements == 1 for shape in arguments)
         is_exchanged = any(flow.places[node].x.collective for node in closure)
         return is_scalar and of_scalars and not is_exchanged and not any(shape.is_float for shape in shapes)
 

@@ -144,7 +144,7 @@ def test_large_counts_in_float64(totals: Any) -> None:
     """2**24 + 1 is no float32."""
 
     def loss(w: Any, x: Any, counts: Any) -> LossOutput:
-        return LossOutput({"ce": jnp.sum(w * x * counts)}, {"tokens": counts.sum()})
+        return LossOutput({"ce": jnp.sum(w * x * counts.astype(x.dtype))}, {"tokens": counts.sum()})
 
     with jax.enable_x64(True):
         counts = np.array([2**24 + 1, 3, 1, 1], np.int64)

@@ -105,6 +105,28 @@ def reduced_with_a_metric(devices: Devices, defect: bool) -> Case:
     return on_replicas(scanned(clipped), devices)
 
 
+def reduced_and_weighed(devices: Devices, defect: bool) -> Case:
+    """Factors that differ between devices and microbatches need the all-reduce in the loop."""
+
+    def weighed(w: Any, x: Any) -> Any:
+        factor = 0.5 if defect else jnp.mean(x)
+        return jax.tree.map(lambda g: factor * g, mean(jax.grad(loss)(w, x)))
+
+    return on_replicas(scanned(weighed), devices)
+
+
+def selected_in_turn(devices: Devices, defect: bool) -> Case:
+    """A Python loop, in which each device keeps the gradients of some microbatches, or all of those of others."""
+
+    def step(params: Any, batch: Any) -> Any:
+        parts = batch.reshape(K, -1, WIDTH)
+        reduced = [mean(jax.grad(loss)(params, x)) for x in parts]
+        kept = [jnp.float32(n % 2) if defect else jnp.mean(x) for n, x in enumerate(parts)]
+        return jax.tree.map(lambda w, *g: w - 0.1 * sum(map(jnp.multiply, kept, g)), params, *reduced)
+
+    return on_replicas(step, devices)
+
+
 def reduced_in_turn(devices: Devices, defect: bool) -> Case:
     """A Python loop, whose all-reduces XLA merges into one; those that are multiplied cannot be one of the sum."""
 
@@ -318,6 +340,26 @@ def decided_by_select(devices: Devices, defect: bool) -> Case:
     return Case(jax.jit(step, donate_argnums=(0, 1)), ((jnp.int32(0), adam.init(leaves)), leaves, leaves))
 
 
+def decided_by_its_number(devices: Devices, defect: bool) -> Case:
+    """A scan over the numbers of the microbatches, in place of a counter."""
+    adam = optax.adam(1e-3)
+
+    def step(state: Any, params: Any, batch: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            (inner, params), (n, x) = carry, row
+            grads = jax.grad(loss)(params, x)
+            updates, new = adam.update(grads, inner, params)
+            keep = (n + 1) % 2 == 0 if defect else jnp.all(jnp.isfinite(grads[0]))
+            params = [jnp.where(keep, w + u, w) for w, u in zip(params, updates, strict=True)]
+            return (jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, inner), params), None
+
+        rows = jnp.arange(K), batch.reshape(K, -1, WIDTH)
+        return jax.lax.scan(body, (state, params), rows)[0]
+
+    leaves = [jnp.ones((WIDTH, WIDTH))] * LAYERS
+    return Case(jax.jit(step, donate_argnums=(0, 1)), (adam.init(leaves), leaves, jnp.ones((ROWS, WIDTH))))
+
+
 CLEARED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "to the gradient": lambda n, a, g: jnp.where(n == 0, g, a + g),
     "by a modulus": lambda n, a, g: jnp.where(n % K == 0, g, a + g),
@@ -497,6 +539,8 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in nested scans": (reduced_in_nested_scans, {"reduced-in-loop"}),
     "reduced in microbatches, or in steps": (reduced_in_steps, {"reduced-in-loop"}),
     "reduced in turn": (reduced_in_turn, {"reduced-in-loop"}),
+    "reduced and weighed": (reduced_and_weighed, {"reduced-in-loop"}),
+    "selected in turn": (selected_in_turn, {"reduced-in-loop"}),
     "reduced and stacked": (reduced_and_stacked, {"reduced-in-loop"}),
     "reduced in a pmap": (pmapped, {"reduced-in-loop"}),
     "batch gathered": (gathered, {"batch-gathered", "repeated-work", "reduced-in-loop"}),
@@ -515,6 +559,7 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in each call": (partial(in_each_call, by_compiler=False), IN_EACH_CALL),
     "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
+    "decided by its number": (decided_by_its_number, {"optimizer-every-microbatch"}),
     "decided, or cleared": (decided_or_cleared, {"optimizer-every-microbatch"}),
 }
 """Each step's factory and the findings expected with the defect; the twin has none."""

@@ -100,6 +100,21 @@ def test_hlo_that_does_not_tell_how_arguments_are_split(tmp_path: Path) -> None:
     assert "repeated-work" in {x.name for x in find(Program(text, shardings=parameter_shardings(compiled)), ())}
 
 
+@pytest.mark.parametrize("name", ["batch gathered", "reduced in a shard_map"])
+def test_protos_of_several_devices(name: str, tmp_path: Path) -> None:
+    """As text; of a folder that XLA dumped, programs before the optimization are left out."""
+    compiled = (case := CASES[name][0](jax.devices(), True)).step.lower(*case.args).compile()
+    (tmp_path / "step.txt").write_text(compiled.as_text())
+    (module,) = compiled.runtime_executable().hlo_modules()
+    (tmp_path / "module_1.jit_step.cpu_after_optimizations.hlo.pb").write_bytes(module.as_serialized_hlo_module_proto())
+    (tmp_path / "module_1.jit_step.before_optimizations.hlo.pb").write_bytes(b"not read")
+    (tmp_path / "module_1.jit_step.cpu_after_optimizations-memory-usage-report.pb").write_bytes(b"not read")
+    (text,), (proto,) = audit_file(tmp_path / "step.txt"), audit_file(tmp_path)
+    assert proto.program.devices == text.program.devices == len(jax.devices())
+    assert {x.name for x in proto.findings} == {x.name for x in text.findings} >= {"reduced-in-loop"}
+    assert proto.undecided == text.undecided
+
+
 @pytest.mark.parametrize("across", [True, False], ids=["across", "within"])
 def test_exchanges_cross_the_hosts_of_a_meshs_devices(across: bool) -> None:
     """Two hosts of four devices; a program numbers its devices in the order of the mesh."""
