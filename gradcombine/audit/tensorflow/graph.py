@@ -165,8 +165,18 @@ class Graph(Inlined, Subject[Operation]):
                 yield x.inputs[1].shape, x if loop is None else loop.operation
 
     def operand_key(self, exchange: Exchange[Operation]) -> object:
-        sources = tuple(tuple(origins(v)) for v in exchange.x.sent)
-        return (exchange.kind, self.key(exchange.x), sources) if all(len(x) == 1 for x in sources) else None
+        sources = [self._unpacked(v) for v in exchange.x.sent]
+        return None if None in sources else (exchange.kind, self.key(exchange.x), *sources)
+
+    def _unpacked(self, v: Value) -> object:
+        """The values that a strategy flattened and concatenated for a collective; None if it is one of several."""
+        if len(ends := origins(v)) != 1:
+            return None
+        (end,) = ends
+        if (x := end.maker) is None or x.op not in ("Reshape", "ConcatV2"):
+            return end
+        sources = tuple(self._unpacked(y) for y in x.inputs[MOVED[x.op]])
+        return None if None in sources else sources
 
     def is_equal(self, exchange: Exchange[Operation]) -> bool:
         earlier = self.made_equal(exchange.x)

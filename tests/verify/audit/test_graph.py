@@ -148,6 +148,29 @@ def twice(defect: bool) -> Traced:
     return replicated(step)
 
 
+def again(defect: bool) -> Traced:
+    """The same gradient is reduced for the update and for its norm; the twin reduces another one."""
+
+    def step(x: Any) -> Any:
+        found = gradient(x)
+        variable("w").assign_sub(0.1 * mean(found))
+        return tf.norm(mean(found if defect else tf.tanh(found)))
+
+    return replicated(step)
+
+
+def together(defect: bool) -> Traced:
+    """As `again`, for gradients that the strategy concatenates."""
+
+    def step(x: Any) -> Any:
+        found = [gradient(x), gradient(2.0 * x)]
+        reduced = mean(found)
+        variable("w").assign_sub(0.1 * (reduced[0] + reduced[1]))
+        return tf.norm(tf.add_n(mean(found if defect else [tf.tanh(x) for x in found])))
+
+    return replicated(step)
+
+
 def one_by_one(defect: bool) -> Traced:
     def step(x: Any) -> Any:
         leaves = [x * float(i) for i in range(20)]
@@ -230,6 +253,8 @@ CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
     "reduced in an unrolled window": (unrolled, "reduced-in-loop"),
     "reduced beside a loss": (beside_a_loss, "reduced-in-loop"),
     "averaged twice": (twice, "repeated-collective"),
+    "reduced again": (again, "repeated-collective"),
+    "reduced again, together": (together, "repeated-collective"),
     "one by one": (one_by_one, "many-small-collectives"),
     "widened": (widened, "wider-exchange"),
     "narrow sums": (narrow_sums, "narrow-accumulator"),
