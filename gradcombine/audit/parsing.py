@@ -52,6 +52,8 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
     position = 0
     while position < len(content):
         tag, position = _varint(content, position)
+        if tag & 7 not in (0, 1, 2, 5):
+            raise ValueError("it is neither a proto nor text that begins with HloModule")
         size, start = _varint(content, position) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], position)
         position = start + (size if tag & 7 else 0)
         if position > len(content):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -77,7 +77,7 @@ class TfReplicas(Collective):
         empty = {i: tf.zeros((n, *x.shape), x.dtype) for i, x in enumerate(arrays) if x.shape.num_elements() == 0}
         alone = [i for i in range(len(arrays)) if i not in packed and i not in empty]
         sent = [_as_int32([arrays[i] for i in chosen]) for chosen in narrow.values()] + [arrays[i] for i in alone]
-        gathered = context.all_gather([array[tf.newaxis] for array in sent], axis=0) if sent else []
+        gathered = self._gathered(*sent) if sent else []
         results = empty | dict(zip(alone, gathered[len(narrow) :], strict=True))
         for chosen, words in zip(narrow.values(), gathered, strict=False):
             sizes = [math.prod(arrays[i].shape) for i in chosen]
@@ -86,6 +86,18 @@ class TfReplicas(Collective):
             results |= {i: tf.reshape(part, (n, *arrays[i].shape)) for i, part in zip(chosen, parts, strict=True)}
         # In a graph, a gather between processes loses the static shapes.
         return [tf.ensure_shape(results[i], (n, *array.shape)) for i, array in enumerate(arrays)]
+
+    @tf.custom_gradient
+    def _gathered(self, *arrays: Array) -> tuple[list[Array], Callable[..., list[Array | None]]]:
+        """Gathers arrays along a new first axis."""
+
+        def derivative(*upstream: Array) -> list[Array | None]:
+            # TensorFlow's own sums all dtypes in one all-reduce, which it rejects for integers beside floats.
+            floats = [i for i, array in enumerate(arrays) if not array.dtype.is_integer]
+            sums = dict(zip(floats, self.all_sum([upstream[i] for i in floats]), strict=True))
+            return [sums[i][self.rank()] if i in sums else None for i in range(len(arrays))]
+
+        return self._context().all_gather([array[tf.newaxis] for array in arrays], axis=0), derivative
 
     def of_each_rank(self, arrays: Sequence[Array]) -> Iterator[list[Array]]:
         # tf.unstack traces one operation per array; slicing traces four per replica.

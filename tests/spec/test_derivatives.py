@@ -437,9 +437,11 @@ def test_other_reductions_in_tensorflow(name: str) -> None:
     check(tensorflow_derivatives(TF_WRAPS["eager"](), listed, reduction), true_derivatives(formula))
 
 
-@pytest.mark.full
+@pytest.mark.sampled
 @pytest.mark.needs("tensorflow")
-def test_exact_over_the_replicas_of_tensorflow() -> None:
+@pytest.mark.parametrize("order", ["tree", "sequential"])
+@pytest.mark.parametrize("reduction", [reductions.mean(), EXACT["mean"]], ids=["fast", "exact"])
+def test_means_over_the_replicas_of_tensorflow(reduction: gc.Reduction, order: Any) -> None:
     import tensorflow as tf
 
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(N)], tf.distribute.ReductionToOneDevice())
@@ -447,7 +449,7 @@ def test_exact_over_the_replicas_of_tensorflow() -> None:
     def slope(x: Any, w: Any, along_x: Any, along_w: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch([x, w])
-            result = gc.all_reduce(EXACT["mean"], x, gc.tf_replicas(), w)
+            result = gc.all_reduce(reduction, x, gc.tf_replicas(), w, order)
             loss = tf.reduce_sum(result * result * tf.constant(SCALES, tf.float32)) / np.float32(N)
         by_x, by_w = tape.gradient(loss, [x, w])
         return tf.reduce_sum(by_x * along_x) + by_w * along_w
