@@ -128,14 +128,13 @@ class VariableReductions:
           call: repeats the call for other parts, and returns the module after it.
         """
         after = split_module(module)
-        if after is None:
-            return {}
         old, new = _values(before), _values(after)
         changed = {name for name, value in new.items() if name not in self.reductions and old.get(name) is not value}
         if changed:
             # Transformations such as nnx.remat return all variables, those that they do not change as new tracers.
             changed -= _returned(lambda values: _values(split_module(call(_with_values(before, values)))), old)
-        for part, expected in (after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED):
+        kinds = () if after is None else ((after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED))
+        for part, expected in kinds:
             for path, variable in _variables(part):
                 if (name := _shown(path)) in changed:
                     raise invalid(expected, f"a {type(variable).__name__} that the loss changes", name)
@@ -145,7 +144,6 @@ class VariableReductions:
         """The module with the combined values of its variables; unchanged unless a microbatch ``counted``."""
         if not self.reductions:
             return module
-
         old = _values(module)
         return _with_values(module, {name: jnp.where(counted, value, old[name]) for name, value in values.items()})
 
@@ -156,9 +154,10 @@ def _variables(part: Tree) -> list[tuple[tuple[Any, ...], Any]]:
     return list(nnx.to_flat_state(part)) if nnx is not None and isinstance(part, nnx.State) else []
 
 
-def _values(module: SplitModule) -> dict[str, Array]:
+def _values(module: SplitModule | None) -> dict[str, Array]:
     """Values of the variables of an nnx.Module, except random keys, by path."""
-    variables = [pair for part in (module.params, module.rest) for pair in _variables(part)]
+    parts = () if module is None else (module.params, module.rest)
+    variables = [pair for part in parts for pair in _variables(part)]
     return {_shown(path): x.get_value() if hasattr(x, "get_value") else x for path, x in variables}
 
 
@@ -190,15 +189,15 @@ def _origin(jaxpr: Jaxpr, x: Any) -> int | None:
         if x in equation.outvars:
             inner, i = equation.params.get("jaxpr"), equation.outvars.index(x)
             inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            j = _origin(inner, inner.outvars[i]) if isinstance(inner, Jaxpr) else None
-            if j is None:
+            if not isinstance(inner, Jaxpr) or len(inner.outvars) != len(equation.outvars):  # a kernel has none
+                return None
+            if (j := _origin(inner, inner.outvars[i])) is None:
                 return None
             if equation.primitive.name == "scan":
                 constants, carried = equation.params["num_consts"], equation.params["num_carry"]
+                # A carried value, or the rows of an array.
                 if j != constants + i if i < carried else j < constants + carried:
                     return None
-            elif len(inner.invars) != len(equation.invars):
-                return None
             x = equation.invars[j]
     return next((i for i, y in enumerate(jaxpr.invars) if y is x), None)
 
