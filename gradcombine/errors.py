@@ -10,6 +10,7 @@ import os
 import unicodedata
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -146,18 +147,18 @@ def importing(operation: str, extra: str | None = None) -> Generator[None, None,
         raise MissingPackageError(operation, [package], extra) from error
 
 
+@dataclass(slots=True)
 class within:  # noqa: N801 (used as a function; a generator would take several times as long)
     """Prepends a path, or the result of a function, to the path of a GradCombineError raised in the body."""
 
-    def __init__(self, path: str | Callable[[], str]) -> None:
-        self._path = path
+    path: str | Callable[[], str]
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GradCombineError):
-            error.within(self._path() if callable(self._path) else self._path)
+            error.within(self.path() if callable(self.path) else self.path)
 
 
 def legible(text: str, most: int | None = None) -> str:

@@ -183,6 +183,7 @@ class Treewise(Reduction):
             return super().combine(values, weights, order)
         columns = list(zip(*rows, strict=True))
         likes, present, made_for, empties = list[Leaf](), list[Leaf](), list[np.dtype | None](), list[Accumulator]()
+        has_integers = False
         with within(lambda: structure.path(len(empties))):
             # Before the weights: raises for dtypes that `of_weights` does not support.
             for column in columns:
@@ -195,11 +196,11 @@ class Treewise(Reduction):
                     continue
                 present.append(like)
                 made_for.append(dtype := backend.dtype(like))
+                has_integers = has_integers or dtype.kind in "iu"
                 empties.append(self._empty(backend, dtype, backend.shape(like), like))
-        present_dtypes = [dtype for dtype in made_for if dtype is not None]
-        if any(dtype.kind in "iu" for dtype in present_dtypes):
+        if has_integers:
             require_dense(structure)
-        widest = dtypes.of_weights(present_dtypes)
+        widest = dtypes.of_weights([dtype for dtype in made_for if dtype is not None])
         total = cell.total_weight(backend, widest, present, known, order)
         known_count = len([w for w in known if w.zero is False])
         count = backend.full((), known_count, dtypes.INT32, present)
