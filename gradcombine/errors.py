@@ -10,10 +10,9 @@ import os
 import unicodedata
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -147,8 +146,7 @@ def importing(operation: str, extra: str | None = None) -> Generator[None, None,
         raise MissingPackageError(operation, [package], extra) from error
 
 
-@dataclass(slots=True)
-class within:  # noqa: N801 (used as a function; a generator would take several times as long)
+class within(NamedTuple):  # noqa: N801 (used as a function; a generator would take several times as long)
     """Prepends a path, or the result of a function, to the path of a GradCombineError raised in the body."""
 
     path: str | Callable[[], str]
