@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from gradcombine import reductions
 from gradcombine.errors import invalid, within
@@ -193,13 +193,23 @@ def _origin(jaxpr: Jaxpr, x: Any) -> int | None:
                 return None
             if (j := _origin(inner, inner.outvars[i])) is None:
                 return None
-            if equation.primitive.name == "scan":
-                constants, carried = equation.params["num_consts"], equation.params["num_carry"]
-                # A carried value, or the rows of an array.
-                if j != constants + i if i < carried else j < constants + carried:
-                    return None
+            if equation.primitive.name == "scan" and not _same_in_scan(equation, inner, i, j):
+                return None
             x = equation.invars[j]
     return next((i for i, y in enumerate(jaxpr.invars) if y is x), None)
+
+
+def _same_in_scan(equation: JaxprEqn, body: Jaxpr, output: int, given: int) -> bool:
+    """Whether a scan, of which each iteration returns an input, has the values of this input as its output."""
+
+    def are_rows(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+        return [x.aval.shape != y.aval.shape for x, y in zip(outer, inner, strict=True)]
+
+    # Constants, carried values and rows, in this order; carried values and rows.
+    inputs, outputs = are_rows(equation.invars, body.invars), are_rows(equation.outvars, body.outvars)
+    if outputs[output]:
+        return inputs[given]
+    return given == inputs.count(False) - outputs.count(False) + output
 
 
 def _shown(path: tuple[Any, ...]) -> str:

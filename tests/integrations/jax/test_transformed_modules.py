@@ -111,6 +111,34 @@ def test_state_is_combined_and_streams_advance() -> None:
     assert plain_model.layer.dropout.rngs.count[...] == remat_model.layer.dropout.rngs.count[...] == 1
 
 
+class Pair(nnx.Module):
+    """Two factors; whether a call exchanges them."""
+
+    def __init__(self, exchanges: bool) -> None:
+        self.first, self.second, self.exchanges = nnx.Param(jnp.ones((3, 3))), nnx.Param(jnp.zeros((3, 3))), exchanges
+
+    def __call__(self, x: Any) -> Any:
+        if self.exchanges:
+            self.first[...], self.second[...] = self.second[...], self.first[...]
+        return x @ self.first[...]
+
+
+def in_a_carry(layer: Any, x: Any) -> Any:
+    """A scan that carries the layer, whose values are returned after an even number of iterations."""
+    step = nnx.scan(lambda layer, x: (layer, layer(x)), length=4, in_axes=(nnx.Carry, None), out_axes=(nnx.Carry, 0))
+    return step(layer, x)[1]
+
+
+@pytest.mark.parametrize("call", [nnx.remat(plain), nnx.jit(plain), in_a_carry], ids=["remat", "jit", "scan"])
+def test_parameters_that_are_exchanged(call: Any) -> None:
+    value, grads = value_and_grad(loss, 2)(Model(Pair(exchanges=False), call), X)
+    expected = nnx.value_and_grad(loss)(Model(Pair(exchanges=False), call), X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    chex.assert_trees_all_close(grads, expected[1], rtol=2e-6)
+    with pytest.raises(gc.GradCombineError, match=r"leaf \.layer\.first: expected parameters that only the optimizer"):
+        value_and_grad(loss, 2)(Model(Pair(exchanges=True), call), X)
+
+
 def written(layer: Any, x: Any) -> Any:
     layer.linear.bias[...] = layer.linear.bias[...] * 2
     return layer(x)
