@@ -124,9 +124,9 @@ class Pair(nnx.Module):
 
 
 def in_a_carry(layer: Any, x: Any) -> Any:
-    """A scan that carries the layer, whose values are returned after an even number of iterations."""
-    step = nnx.scan(lambda layer, x: (layer, layer(x)), length=4, in_axes=(nnx.Carry, None), out_axes=(nnx.Carry, 0))
-    return step(layer, x)[1]
+    """A scan that carries the layer's variables, and rematerializes its iterations."""
+    axes = nnx.StateAxes({...: nnx.Carry}), nnx.Carry
+    return nnx.scan(nnx.remat(plain), in_axes=axes, out_axes=nnx.Carry, length=2)(layer, x)
 
 
 @pytest.mark.parametrize("call", [nnx.remat(plain), nnx.jit(plain), in_a_carry], ids=["remat", "jit", "scan"])
