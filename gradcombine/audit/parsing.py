@@ -35,8 +35,8 @@ def parse(content: bytes) -> str:
     try:
         module = hlo.HloModule.from_serialized_hlo_module_proto(content)
     except Exception:  # an HloProto, as XLA dumps it, whose first field is the module
-        module = hlo.HloModule.from_serialized_hlo_module_proto(fields[1])
-        fields = dict(_fields(fields[1]))
+        module = hlo.HloModule.from_serialized_hlo_module_proto(first := fields.get(1, b""))
+        fields = dict(_fields(first))
     # The parser drops the numbers of devices, which are in the field device_assignment.
     counts = dict(_fields(fields.get(15, b"")))
     header, *lines = module.to_string().split("\n")

@@ -184,10 +184,9 @@ class Search(Sums, Subject[Instruction]):
     def _may_follow(self, exchange: Exchange[Instruction], loop: Loop[Instruction], start: Iterable[Node]) -> bool:
         """Whether factors of ``start`` in an iteration are equal on the devices that exchange, or in all iterations."""
         body = self.body(loop)
-        inside, carried = self.inside(body), zip(self.carried(body), self.flow.results(body), strict=True)
-        varying = {node for node, result in carried if node not in self.moved_from([result])}
+        inside = self.inside(body)
         factors = self._unequal_factors(exchange, self.flow.reached(start, within=inside))
-        return all(varying.isdisjoint(self.flow.closure([factor], inside)) for factor in factors)
+        return all(self.varying(body).isdisjoint(self.flow.closure([factor], inside)) for factor in factors)
 
     def _unequal_factors(self, exchange: Exchange[Instruction], nodes: set[Node]) -> Iterator[Node]:
         """Values that multiply or select some of ``nodes`` and differ between the devices that exchange."""

@@ -20,6 +20,7 @@ class Sums:
     def __init__(self, program: Program) -> None:
         self.program, self.flow = program, Flow(program)
         self.inside, self.accumulators = cache(self.flow.inner), cache(self._accumulators)
+        self.varying = cache(self._varying)
 
     @staticmethod
     def body(loop: Loop[Instruction]) -> str:
@@ -34,6 +35,11 @@ class Sums:
     def _accumulators(self, body: str) -> frozenset[int]:
         """Indices of the carried arrays that each iteration of a loop only adds to."""
         return frozenset(i for i, node in enumerate(self.carried(body)) if self._only_added_to(body, i, node))
+
+    def _varying(self, body: str) -> frozenset[Node]:
+        """The carried arrays that an iteration of a loop may change."""
+        carried = zip(self.carried(body), self.flow.results(body), strict=True)
+        return frozenset(node for node, result in carried if node not in self.moved_from([result]))
 
     def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
         """Indices of the carried arrays that ``start`` is added to; None if anything else is computed from it."""

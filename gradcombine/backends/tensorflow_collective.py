@@ -93,7 +93,7 @@ class TfReplicas(Collective):
 
         def derivative(*upstream: Array) -> list[Array | None]:
             # TensorFlow's own sums all dtypes in one all-reduce, which it rejects for integers beside floats.
-            floats = [i for i, array in enumerate(arrays) if not array.dtype.is_integer]
+            floats = [i for i, array in enumerate(arrays) if array.dtype.is_floating or array.dtype.is_complex]
             sums = dict(zip(floats, self.all_sum([upstream[i] for i in floats]), strict=True))
             return [sums[i][self.rank()] if i in sums else None for i in range(len(arrays))]
 

@@ -118,6 +118,8 @@ class VariableReductions:
                 with within(_shown(path)):
                     check(reduction=reduction)
                 self.reductions[_shown(path)] = reduction
+        # Traced once for each set of variables: a loss is traced several times.
+        self._returned: dict[frozenset[str], set[str]] = {}
 
     def select(self, before: SplitModule, module: Any, call: Callable[[SplitModule], Any]) -> dict[str, Tree]:
         """Values of the combined variables of a module after its call, by path; raises if others have changed.
@@ -129,10 +131,14 @@ class VariableReductions:
         """
         after = split_module(module)
         old, new = _values(before), _values(after)
-        changed = {name for name, value in new.items() if name not in self.reductions and old.get(name) is not value}
-        if changed:
-            # Transformations such as nnx.remat return all variables, those that they do not change as new tracers.
-            changed -= _returned(lambda values: _values(split_module(call(_with_values(before, values)))), old)
+        written = {name for name, value in new.items() if old.get(name) is not value}
+        others = frozenset(written.difference(self.reductions))
+        # Transformations such as nnx.remat return all variables, those that they do not change as new tracers.
+        if others and others not in self._returned:
+            self._returned[others] = _returned(
+                lambda values: _values(split_module(call(_with_values(before, values)))), old
+            )
+        changed = others - self._returned.get(others, set())
         kinds = () if after is None else ((after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED))
         for part, expected in kinds:
             for path, variable in _variables(part):

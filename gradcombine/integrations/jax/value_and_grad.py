@@ -85,11 +85,12 @@ def value_and_grad(
     `gradcombine.merge_replicas`, however the function is mapped over them. Narrow floats are accumulated in float32.
     If the reduction is a plain sum or mean and several microbatches have weights other than 1, w * G is computed as the
     gradient of w * loss: the backward pass rounds instead of a product, with the same bits if w is a power of two.
-    (Gradients are multiplied if ``loss`` returns floats narrower than float32 or than the parameters, computes anything
-    in float16 or another dtype of a smaller range than float32, has a ``jax.custom_vjp`` or ``linear_call``, whose
-    backward pass may clip or quantize, or has a carry and traced weights.) A microbatch of weight 0 changes nothing,
-    whatever it contains: another one is computed in its place with weight 0, so an infinite gradient of that other one
-    may become NaN. A weight that the loss returns is computed a second time, before the gradients.
+    (Gradients are multiplied if ``loss`` returns floats narrower than float32 or than the parameters, takes parameters
+    or computes anything in float16 or another dtype of a smaller range than float32, reduces the range by
+    ``lax.reduce_precision``, has a ``jax.custom_vjp`` or ``linear_call``, whose backward pass may clip or quantize, or
+    has a carry and traced weights.) A microbatch of weight 0 changes nothing, whatever it contains: another one is
+    computed in its place with weight 0, so an infinite gradient of that other one may become NaN. A weight that the
+    loss returns is computed a second time, before the gradients.
 
     A term of weight 0 changes nothing, with one exception: if totals are known, a single backward pass runs through all
     terms, and may turn the cotangent 0 of that term into NaN. A denominator whose total is 0 adds nothing, and its

@@ -106,7 +106,7 @@ def reduced_with_a_metric(devices: Devices, defect: bool) -> Case:
 
 
 def reduced_and_weighed(devices: Devices, defect: bool) -> Case:
-    """Factors that differ between devices and microbatches need the all-reduce in the loop."""
+    """If the factors differ between devices and microbatches, the all-reduce has to stay in the loop."""
 
     def weighed(w: Any, x: Any) -> Any:
         factor = 0.5 if defect else jnp.mean(x)
@@ -116,7 +116,7 @@ def reduced_and_weighed(devices: Devices, defect: bool) -> Case:
 
 
 def selected_in_turn(devices: Devices, defect: bool) -> Case:
-    """A Python loop, in which each device keeps the gradients of some microbatches, or all of those of others."""
+    """A Python loop over microbatches with constant factors, or with factors that differ between devices."""
 
     def step(params: Any, batch: Any) -> Any:
         parts = batch.reshape(K, -1, WIDTH)
