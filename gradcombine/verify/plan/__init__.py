@@ -45,7 +45,7 @@ def plan(
       mesh: a mapping of axes to sizes, in the order of the devices, or a mesh of as many devices. None: the mesh of the
         parameters' and the batch's shardings; without any, all devices along ``axis``.
       axis: mesh axis of the replicas.
-      names: names of strategies, see `gradcombine.verify.plan.strategies.way_of`; None: `DEFAULT` there.
+      names: names of strategies, see `gradcombine.verify.plan.way_of`; None: `DEFAULT` there.
 
     Returns:
       A row for each strategy. A strategy that does not fit in memory, or that the library or the compiler rejects, also
