@@ -76,10 +76,10 @@ def token_sum(values: Array, mask: Array | None = None, *, count: Array | int) -
     >>> token_sum(np.float32([[1, 2, 3], [5, 0, 0]]), np.array([[1, 1, 1], [0, 0, 0]]), count=2)
     Ratio(numerator=np.float32(6.0), denominator=2)
     """
-    numerator = token_mean(values, mask).numerator
+    tokens = _Tokens(values, mask, None)
     with within(".count"):
         parse(resolve([] if owner(count) is None else [count]), count)
-    return Ratio(numerator, count)
+    return Ratio(tokens.backend.total(tokens.values), count)
 
 
 @operation("sequence_mean_of_token_mean")

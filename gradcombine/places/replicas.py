@@ -11,6 +11,7 @@ from gradcombine.errors import invalid, operation, shown, within
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
+from gradcombine.sparse import is_row_sparse
 from gradcombine.types import AccumulateState, Order, Scalar, State, Tree
 
 LOCAL = Collective()
@@ -80,7 +81,8 @@ def all_reduce(
     backend = resolve([*leaves, over.rank()])
     for i, path in enumerate(structure.paths()):
         with within(path):
-            leaves[i] = leaves[i] if is_absent(leaves[i]) else backend.asarray(leaves[i])
+            x = leaves[i]
+            leaves[i] = x if is_absent(x) or is_row_sparse(x) else backend.asarray(x)
     value = tree.unflatten(structure, leaves)
     over.require_unreduced(tree.present(value))
 

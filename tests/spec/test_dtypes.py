@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
+from gradcombine import tree
+from gradcombine.sparse import row_sparse
 from tests.spec import exact, modes
 from tests.spec.programs import rows
 from tests.spec.selection import communicating, unrolled
@@ -41,7 +44,7 @@ class Total:
 
 FLOATING, INTEGRAL = Total("sum", "mean"), Total("sum")
 INTO_FLOAT32 = Total("sum", output_dtype="float32")
-NARROW_ACCUMULATOR = Total("sum", dtype="bfloat16")
+NARROW_ACCUMULATOR = Total("sum", "product", dtype="bfloat16")
 
 
 def runs(mode: modes.Mode, dtype: str) -> bool:
@@ -113,10 +116,23 @@ def test_output_dtype(mode: modes.Mode) -> None:
 @communicating
 def test_accumulator_dtype(mode: modes.Mode) -> None:
     """A narrow accumulator, if requested, rounds at each step: 256 + 1 + 1 stays 256, 256 + 2 + 2 is 260."""
-    values = np.float32([[256, 256], [1, 2], [1, 2]])
+    values = np.float32([[256, 256, 129 / 128], [1, 2, 129 / 128], [1, 2, 129 / 128]])
     (result,) = mode.run(NARROW_ACCUMULATOR, [{"values": values, "weights": np.ones(3, np.float32)}])
     assert result["sum"].dtype == np.float32
-    np.testing.assert_array_equal(result["sum"], np.float32([256, 260]))
+    np.testing.assert_array_equal(result["sum"], np.float32([256, 260, 3 + 1 / 32]))
+    np.testing.assert_array_equal(result["product"], np.float32([256, 1024, 1 + 3 / 128]))
+
+
+@pytest.mark.parametrize("make", [gc.reductions.moments, gc.reductions.product, partial(gc.reductions.row_sum, 2)])
+def test_accumulators_of_a_wider_dtype(make: Callable[..., gc.Reduction]) -> None:
+    dense = np.float32([[1], [2]])
+    leaf = row_sparse(np.int32([0]), dense[:1], 2) if isinstance(make, partial) else dense
+    reduction = make(dtype="float64")
+    state = reduction.update(reduction.init(leaf), leaf)
+    arrays = [x for _, x in tree.present(state.value) if x.dtype.kind == "f"]
+    assert arrays and all(x.dtype == np.float64 for x in arrays if x.ndim)
+    results = [x for _, x in tree.present(reduction.finalize(state)) if x.dtype.kind == "f"]
+    assert results and all(x.dtype == np.float32 for x in results)
 
 
 @pytest.mark.parametrize("values", [np.int32([1, 2]), np.array([True, False]), np.int8([1])])

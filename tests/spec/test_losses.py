@@ -320,6 +320,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "token_sum: leaf .count: expected a finite weight that is not negative, "
         "received -2: a contribution cannot be subtracted",
     ),
+    "a sum without tokens": (lambda: losses.token_sum(np.float32(1), count=1), "token_sum: expected values of a real"),
     "a group cut apart": (lambda: losses.require_whole([[1, 2], [3, 2]]), "group 2 in microbatches 0 and 1"),
     "too few groups": (lambda: losses.deal([1, 2], [0], 2), "2 groups, one for each sequence"),
     "no part": (lambda: losses.deal([1], [0], 0), "1 part or more"),

@@ -14,6 +14,7 @@ from gradcombine.integrations.tensorflow.indexed_slices import from_indexed_slic
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.wrappers import sparse_as_dense
 from gradcombine.sparse import densify, to_dense
+from tests.integrations.tensorflow.strategies import mirrored
 
 ROWS = 12
 IDS = np.int32([[3, 3, 7], [7, 0, 3], [11, 7, 7], [3, 0, 0]])
@@ -54,6 +55,24 @@ def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) ->
     for ids, weight in zip(IDS, (1, 2, 1, 4), strict=True):
         np.add.at(times, ids, weight)
     np.testing.assert_array_equal(table.numpy(), start - 2 * start * times[:, None] / 8)
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("reduction", [row_mean(capacity=5), gc.reductions.mean()], ids=["rows", "dense"])
+def test_replicas_combine_the_gradients_of_a_tape(order: Any, reduction: gc.Reduction) -> None:
+    strategy = mirrored(2)
+    values = tf.reshape(tf.range(12.0), (2, 3, 2))
+
+    @tf.function
+    def gradient() -> Any:
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        rows = tf.IndexedSlices(values[rank], tf.constant(IDS)[rank], tf.constant([ROWS, 2]))
+        return gc.all_reduce(reduction, rows, over=gc.tf_replicas(), order=order)
+
+    combined = tf.nest.map_structure(lambda x: strategy.experimental_local_results(x)[0], strategy.run(gradient))
+    expected = np.zeros((ROWS, 2), np.float32)
+    np.add.at(expected, IDS[:2], values.numpy() / 2)
+    np.testing.assert_array_equal(to_dense(combined) if reduction.name == "row_mean" else combined, expected)
 
 
 @pytest.mark.full
