@@ -243,7 +243,7 @@ def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Predic
     if not of_params or early != (case.terms is not None or standard.hides_sizes):
         return
     metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
-    for inner, others in islice(before_update(standard, case), CUTS):
+    for inner, others in islice(before_update(standard, case), CUTS + 1):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:

@@ -223,7 +223,7 @@ class Cuts(NamedTuple):
 def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
     """Yields the cuts of a step, and those inside of shard_map unless one of the others has all examples before it.
 
-    Inside of it, such a cut comes first. Yields none if the step cannot be traced.
+    Inside of it, such a cut comes first, otherwise after `CUTS` others. Yields none if the step cannot be traced.
     """
     shapes = [x.shape for _, x in standard.subject.param_leaves]
     for inside in (False, True):
@@ -234,7 +234,8 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
         lengths, closed = _lengths(one, divided, shapes), min(one.closed(), divided.closed())
         updating = (x for x in sorted(lengths, reverse=True) if one.updates_state(x) and divided.updates_state(x))
         complete = [x for x in updating if x <= closed]
-        yield Cuts(one, divided, [*dict.fromkeys([*complete[: int(inside)], *lengths])], complete)
+        first = [*lengths[: 0 if inside else CUTS], *complete[:1]]
+        yield Cuts(one, divided, [*dict.fromkeys([*first, *lengths])], complete)
         if complete or not (one.maps or divided.maps):
             return
 

@@ -238,6 +238,31 @@ def test_a_scale_in_the_state_corrects_no_sum() -> None:
     assert report.cause is Cause.SUM, report
 
 
+def test_a_skip_by_the_gradients_does_not_hide_the_cause() -> None:
+    """Parameters and moments after the update have the shapes of the state, too, but are no gradients."""
+    tokens = np.arange(24).reshape(8, 3) % 5
+    batch = {"x": RNG.normal(size=(8, 3, 4)), "y": RNG.normal(size=(8, 3)), "mask": (tokens < 3) | (tokens == 4)}
+    params, tx = {"w": RNG.normal(size=4).astype(np.float32), "b": np.float32(0.1)}, optax.lamb(0.01)
+
+    def loss(p: Any, rows: Any, total: Any) -> Any:
+        return jnp.sum((rows["x"] @ p["w"] + p["b"] - rows["y"]) ** 2 * rows["mask"]) / total
+
+    def make_step(k: int) -> Step:
+        @jax.jit
+        def step(state: Any, batch: Any) -> Any:
+            size, total = 8 // k, jnp.sum(batch["mask"])
+            parts = [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch) for i in range(k)]
+            each = [jax.grad(loss)(state[0], x, total) for x in parts]
+            gradient = jax.tree.map(lambda *x: sum(x), *each[: max(k - 1, 1)])
+            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(gradient)]))
+            return kept(updated(tx, state, gradient), state, finite)
+
+        return step
+
+    report = check_step(make_step, (params, tx.init(params)), jax.tree.map(np.float32, batch), returns="params")
+    assert report.cause is Cause.LOST, report
+
+
 def test_an_average_of_the_loss_is_no_gradient() -> None:
     """All that follows the last use of the examples is this average."""
     state = {"p": PARAMS, "s": CLIPPED_ADAM.init(PARAMS), "z": np.float32(0)}
