@@ -287,8 +287,7 @@ def densify(values: Tree) -> Tree:
     >>> gc.add_n(map(sparse.densify, [rows, np.float32([1, 1])]))
     array([1., 4.], dtype=float32)
     """
-    leaves, structure = tree.flatten(values, is_row_sparse)
-    return tree.unflatten(structure, [to_dense(leaf) if is_row_sparse(leaf) else leaf for leaf in leaves])
+    return tree.map(lambda leaf: to_dense(leaf) if is_row_sparse(leaf) else leaf, values, is_leaf=is_row_sparse)
 
 
 @operation("add_rows")

@@ -8,11 +8,12 @@ and tf.nest.
 
 from __future__ import annotations
 
+import builtins
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any
 
 from gradcombine.backends.protocol import Backend, Split
@@ -74,7 +75,7 @@ class Structure:
     @property
     def keys(self) -> tuple[str, ...]:
         """The path element of each child, for instance ``"['w']"``."""
-        return tuple(map(self.form.format, self.names))
+        return tuple(builtins.map(self.form.format, self.names))
 
     def paths(self, prefix: str = "") -> Iterator[str]:
         """The printable path of each leaf, in the order of `flatten`."""
@@ -189,6 +190,18 @@ def _fill(expected: Structure, node: Tree, leaves: list[Leaf], is_leaf: Callable
     return True
 
 
+def map(
+    function: Callable[[Leaf], Leaf] | Callable[[Leaf, Leaf], Leaf],
+    tree: Tree,
+    *others: Tree,
+    is_leaf: Callable[[Tree], bool] | None = None,
+) -> Tree:
+    """The tree of ``function(leaf, *leaves_of_others)``; raises as `flatten_as` for trees of another structure."""
+    leaves, structure = flatten(tree, is_leaf)
+    columns = [flatten_as(structure, other, is_leaf) for other in others]
+    return unflatten(structure, starmap(function, zip(leaves, *columns, strict=True)))
+
+
 def split_as(prefix: Structure, tree: Tree) -> list[Tree]:
     """Returns the subtrees of a tree at the leaves of a prefix structure.
 
@@ -225,10 +238,7 @@ def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
     known = backend.concrete(condition)
     if known is not None:
         return a if known else b
-    lefts, structure = flatten(a)
-    rights = flatten_as(structure, b)
-    chosen = (x if x is None else backend.where(condition, x, y) for x, y in zip(lefts, rights, strict=True))
-    return unflatten(structure, chosen)
+    return map(lambda x, y: x if x is None else backend.where(condition, x, y), a, b)
 
 
 def require_alike(expected: Tree, received: Tree) -> None:
@@ -323,7 +333,7 @@ def _split_dict(node: dict[Any, Any]) -> Split:
         raise invalid("keys that can be sorted", f"keys of {', '.join(types)}") from None
     make = partial(defaultdict, node.default_factory) if isinstance(node, defaultdict) else cls
     rebuild = partial(_dict_of, make, names, order)
-    return Split(names, tuple(map(node.__getitem__, names)), rebuild, form="[{!r}]")
+    return Split(names, tuple(builtins.map(node.__getitem__, names)), rebuild, form="[{!r}]")
 
 
 def _dict_of(
@@ -333,7 +343,7 @@ def _dict_of(
     by_name = dict(zip(names, children, strict=True))
     if make is dict and names == order:
         return by_name
-    return make(zip(order, map(by_name.__getitem__, order), strict=True))
+    return make(zip(order, builtins.map(by_name.__getitem__, order), strict=True))
 
 
 def _sorted(names: Iterable[Any]) -> list[Any]:

@@ -308,9 +308,8 @@ class Treewise(Reduction):
     def all_merge(self, state: State, collective: Collective, order: Order, errors: list[Array] | None = None) -> State:
         """See `Reduction`. Appends the rounding errors of leaves that the wire compresses to ``errors``."""
         backend = resolve([*self._flatten(state).arrays(), state.count, collective.rank()])
-        leaves, structure = tree.flatten(state)
         # A restored checkpoint may have Python numbers in place of scalar arrays.
-        state = tree.unflatten(structure, map(backend.asarray, leaves))
+        state = tree.map(backend.asarray, state)
         arrays = (flat := self._flatten(state)).arrays()
         with_paths = zip(flat.structure.paths(), flat.values, strict=True)
         paths = [path for path, a in with_paths if a is not None for _ in parts(a)]

@@ -265,8 +265,7 @@ class SparseAsDense(OnContributions):
 
     @operation()
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(like, is_row_sparse)
-        return self.of.init(tree.unflatten(structure, map(_dense_like, leaves)))
+        return self.of.init(tree.map(_dense_like, like, is_leaf=is_row_sparse))
 
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         return densify(value), weight

@@ -98,17 +98,15 @@ class Stacked(Layout):
         return component[0]
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
-        leaves, structure = tree.flatten(components)
-
         def component(rank: int) -> Tree:
-            return tree.unflatten(structure, [leaf if is_absent(leaf) else leaf[rank] for leaf in leaves])
+            return tree.map(lambda x: x if is_absent(x) else x[rank], components)
 
         return combine(reduction, [component(rank) for rank in range(self.replicas)], order=self.order)
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
-        leaves, structure = tree.flatten(self.reduce(reduction, values))
-        backend = resolve(leaves)
-        return tree.unflatten(structure, [x if is_absent(x) else self.broadcast(backend, x) for x in leaves])
+        combined = self.reduce(reduction, values)
+        backend = resolve(tree.flatten(combined)[0])
+        return tree.map(lambda x: x if is_absent(x) else self.broadcast(backend, x), combined)
 
 
 @operation("replicated.stacked")

@@ -152,15 +152,13 @@ def layout(state: State) -> Layout:
 
 def template(reduction: Reduction, like: Tree, levels: int | None) -> State:
     """The empty state for trees like ``like``, in NumPy arrays: a window with ``levels`` levels unless that is None."""
-    leaves, structure = tree.flatten(like)
-    part = reduction.init(tree.unflatten(structure, map(placeholder, leaves)))
+    part = reduction.init(tree.map(placeholder, like))
     if levels is None:
         return part
     zero = np.zeros((), np.int32)
     if levels == 1:
         return AccumulateState((part,), zero, zero)
-    arrays, inner = tree.flatten(part)
-    stacked = tree.unflatten(inner, [np.broadcast_to(x, (levels, *np.shape(x))) for x in arrays])
+    stacked = tree.map(lambda x: np.broadcast_to(x, (levels, *np.shape(x))), part)
     return AccumulateState(BinaryCounter(stacked, zero), zero, zero)
 
 

@@ -96,9 +96,7 @@ class _Scattered(Wrapper):
 
     @operation()
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(like)
-        empty = [leaf if is_absent(leaf) else _empty_shard(self.axis, leaf) for leaf in leaves]
-        return self.of.init(tree.unflatten(structure, empty))
+        return self.of.init(tree.map(lambda x: x if is_absent(x) else _empty_shard(self.axis, x), like))
 
     @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
@@ -161,12 +159,11 @@ def shard(values: Tree, over: Collective) -> Tree:
     [[1.0, 2.0], [3.0, 0.0]]
     """
     axis = _axis(over)
-    leaves, structure = tree.flatten(values)
 
     def part(leaf: Leaf) -> Leaf:
         return leaf if is_absent(leaf) else axis.mark_varying([axis.rows(BACKEND.asarray(leaf))])[0][axis.rank()]
 
-    return tree.unflatten(structure, map(part, leaves))
+    return tree.map(part, values)
 
 
 @operation("gather")

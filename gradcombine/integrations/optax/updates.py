@@ -78,10 +78,7 @@ def cast_as(values: Tree, specs: Tree) -> Tree:
     """Casts values to the dtypes of a tree of arrays or specs; None, for a leaf or for the tree, keeps the dtype."""
     if specs is None:
         return values
-    leaves, structure = tree.flatten(values)
-    pairs = zip(leaves, tree.flatten_as(structure, specs), strict=True)
-    cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
-    return tree.unflatten(structure, cast)
+    return tree.map(lambda x, spec: x if x is None or spec is None else x.astype(spec.dtype), values, specs)
 
 
 def is_stand_in(params: Tree) -> bool:
