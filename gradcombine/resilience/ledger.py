@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import dtype_of, in_words, resolve, shape_of
+from gradcombine.backends.registry import resolve
 from gradcombine.errors import (
     invalid,
     operation,
@@ -205,23 +205,16 @@ def merge_held(
 def _merge_in_logical_order(
     reduction: Reduction, windows: Sequence[State], locations: Sequence[tuple[int, int]], over: Collective
 ) -> State:
-    columns, structures = zip(*(tree.flatten(window) for window in windows), strict=True)
-    for column, structure in zip(columns, structures, strict=True):
-        if structure != structures[0]:
-            raise tree.difference(structures[0], structure)
-        for first, x, path in zip(columns[0], column, structure.paths(), strict=True):
-            if x is not None and (shape_of(x), dtype_of(x)) != (shape_of(first), dtype_of(first)):
-                require_equal("{}", in_words(first), in_words(x), path)
-    present = [i for i, x in enumerate(columns[0]) if x is not None]
-    backend = resolve([*(column[i] for column in columns for i in present), over.rank()])
-    stacks = [backend.stack([backend.asarray(column[i]) for column in columns]) for i in present]
-    of_ranks = list(over.of_each_rank(stacks))
+    for window in windows[1:]:
+        tree.require_alike(windows[0], window)
+    columns = [tree.flatten(window)[0] for window in windows]
+    backend = resolve([*chain.from_iterable(columns), over.rank()])
+    present = [leaves for leaves in zip(*columns, strict=True) if leaves[0] is not None]
+    of_ranks = list(over.of_each_rank([backend.stack(list(map(backend.asarray, leaves))) for leaves in present]))
 
     def state(rank: int, slot: int) -> State:
-        leaves: list[Array | None] = [None] * len(columns[0])
-        for i, stack in zip(present, of_ranks[rank], strict=True):
-            leaves[i] = stack[slot]
-        return tree.unflatten(structures[0], leaves)
+        stacks = iter(of_ranks[rank])
+        return tree.map(lambda x: None if x is None else next(stacks)[slot], windows[0])
 
     return fold_pairwise(reduction.merge, [state(*location) for location in locations])
 

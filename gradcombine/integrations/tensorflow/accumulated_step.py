@@ -9,9 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine import reductions, tree
-from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import invalid, operation, require_equal, require_items, shown
+from gradcombine.errors import invalid, operation, require_equal, require_items, shown, within
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
@@ -232,12 +231,8 @@ class AccumulatedStep(WithSeen):
         states = require_items("a list of states, one per replica", states)
         require_equal("{} states, one per replica", len(current), len(states))
         for rank, (expected, received) in enumerate(zip(current, states, strict=True)):
-            leaves, structure = tree.flatten(expected)
-            arrays = tree.flatten_as(structure, received)
-            for path, x, y in zip(structure.paths(), leaves, arrays, strict=True):
-                if x is not None and not is_array_of(y, BACKEND.dtype(x), BACKEND.shape(x)):
-                    raise invalid(in_words(x), in_words(y), f"[{rank}]{path}")
-
+            with within(f"[{rank}]"):
+                tree.require_alike(expected, received)
         first = int(self._local(self._strategy.run(_rank))[0])
         self._strategy.run(lambda: self._state.write(Pending(states[int(tf.get_static_value(_rank())) - first])))
 
