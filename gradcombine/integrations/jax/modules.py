@@ -121,30 +121,33 @@ class VariableReductions:
         # Traced once for each set of variables: a loss is traced several times.
         self._returned: dict[frozenset[str], set[str]] = {}
 
-    def select(self, before: SplitModule, module: Any, call: Callable[[SplitModule], Any]) -> dict[str, Tree]:
-        """Values of the combined variables of a module after its call, by path; raises if others have changed.
+    def run(
+        self, loss: Callable[..., Tree], module: SplitModule, args: Sequence[Tree], kwargs: dict[str, Tree]
+    ) -> tuple[Tree, dict[str, Tree]]:
+        """Runs ``loss(module, *args, **kwargs)``; raises if it changes variables that are not combined.
 
-        Args:
-          before: the module's parts before the call.
-          module: the module after it.
-          call: repeats the call for other parts, and returns the module after it.
+        Returns:
+          The result, and the values of the combined variables after the call, by path.
         """
-        after = split_module(module)
-        old, new = _values(before), _values(after)
+
+        def called(module: SplitModule) -> tuple[Tree, SplitModule | None]:
+            merged = merge_module(module)
+            return loss(merged, *args, **kwargs), split_module(merged)
+
+        result, after = called(module)
+        old, new = _values(module), _values(after)
         written = {name for name, value in new.items() if old.get(name) is not value}
         others = frozenset(written.difference(self.reductions))
         # Transformations such as nnx.remat return all variables, those that they do not change as new tracers.
         if others and others not in self._returned:
-            self._returned[others] = _returned(
-                lambda values: _values(split_module(call(_with_values(before, values)))), old
-            )
+            self._returned[others] = _returned(lambda values: _values(called(_with_values(module, values))[1]), old)
         changed = others - self._returned.get(others, set())
         kinds = () if after is None else ((after.params, ONLY_OPTIMIZED), (after.rest, NOT_COMBINED))
         for part, expected in kinds:
             for path, variable in _variables(part):
                 if (name := _shown(path)) in changed:
                     raise invalid(expected, f"a {type(variable).__name__} that the loss changes", name)
-        return {name: new[name] for name in new if name in self.reductions}
+        return result, {name: new[name] for name in new if name in self.reductions}
 
     def updated(self, module: SplitModule, values: dict[str, Tree], counted: Array) -> SplitModule:
         """The module with the combined values of its variables; unchanged unless a microbatch ``counted``."""
@@ -280,16 +283,9 @@ def module_loss(loss: Loss, module: SplitModule, positions: int, average: Reduct
         if has_keys:
             *caller_key, keys = loss_args.pop(at - 1)
             loss_args[at - 1 : at - 1] = caller_key
-
-        def called(module: SplitModule) -> tuple[Tree, Tree]:
-            merged = merge_module(module)
-            return loss.function(merged, *loss_args, **kwargs), merged
-
-        before = rest._replace(params=params, keys=keys)
-        result, after = called(before)
+        result, state = variables.run(loss.function, rest._replace(params=params, keys=keys), loss_args, kwargs)
         output, form = parse_output(result, loss.has_aux)
         forms.append(form)
-        state = variables.select(before, after, lambda module: called(module)[1])
         counted = 1.0 if state else None
         return output._replace(aux={"aux": output.aux, "state": state, "counted": counted})
 
@@ -310,16 +306,7 @@ def module_aware_loss(loss: Loss) -> Loss:
         rest: SplitModule | None = kwargs.pop(MODULE_REST, None)
         if rest is None:
             return loss.function(params, *args, **kwargs)
-
-        def called(module: SplitModule) -> tuple[Tree, Tree]:
-            merged = merge_module(module)
-            return loss.function(merged, *args, **kwargs), merged
-
-        before = rest._replace(params=params)
-        result, after = called(before)
-        # Raises for a changed variable.
-        VariableReductions(rest).select(before, after, lambda module: called(module)[1])
-        return result
+        return VariableReductions(rest).run(loss.function, rest._replace(params=params), args, kwargs)[0]
 
     return replace(loss, function=function) if callable(loss.function) else loss
 
