@@ -33,15 +33,15 @@ class JaxWindow(KerasWindow):
     def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
         after = self.rules.contribute(self._read(), self.parts.split(gradients), weight)
         full = self.rules.is_full(after)
-        present = [gradient is not None for gradient in gradients]
+        present = {i for i, gradient in enumerate(gradients) if gradient is not None}
         self.load([after], self.marked(present, full, after.index))
-        self._apply_if(full, after, {i for i, is_present in enumerate(present) if is_present})
+        self._apply_if(full, after, present)
 
     def flush(self) -> Array:
         state = self._read()
         partial = self.rules.is_partial(state)
         self._apply_if(partial, state, set())
-        self.touched.assign(self.marked([False] * len(self._targets), partial, state.index))
+        self.touched.assign(self.marked((), partial, state.index))
         return partial
 
     @staticmethod

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from gradcombine.integrations.tensorflow.inputs import dense_gradients, require_
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState, run_after
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
-from gradcombine.types import AccumulateState, Array, Leaf, Scalar
+from gradcombine.types import Array, Leaf, Scalar
 
 _NO_SIZES = np.array([np.iinfo(np.int32).max, 0], np.int32)
 """Minimum and maximum of no sizes."""
@@ -44,7 +44,10 @@ class TensorflowWindow(KerasWindow):
         *leaves, step, index = [x.value for x in self.leaves]
         position = {"step": step, "index": index}
         over_replicas = replace(rules, over=tf_replicas())
-        self._windows = ReplicaState(over_replicas, self.structure.children[0], leaves, position, self._resumed)
+        levels = self.structure.children[0]
+        self._windows = ReplicaState(
+            over_replicas, levels, leaves, position, lambda state: self.resumed(state, self.touched.value)
+        )
         self._update = Update(self._strategy, None, optimizer, variables, complete=True)
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
 
@@ -55,9 +58,9 @@ class TensorflowWindow(KerasWindow):
         unscaled = [self._unscaled(x, target) for x, target in pairs]
         pending, full = self._windows.contributed(self.parts.split(unscaled), weight)
         self._windows.write(pending)
-        present = [gradient is not None for gradient in gradients]
-        self._mark(present, full, pending.after.index)
-        self._apply_if(full, [i for i, is_present in enumerate(present) if is_present])
+        present = {i for i, gradient in enumerate(gradients) if gradient is not None}
+        self.touched.value.assign(self.marked(present, full, pending.after.index))
+        self._apply_if(full, present)
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Array:
@@ -99,25 +102,19 @@ class TensorflowWindow(KerasWindow):
     def components(self, variable: Any) -> list[Any]:
         return list(self._strategy.experimental_local_results(variable.value))
 
-    def _resumed(self, state: AccumulateState) -> AccumulateState:
-        return self.resumed(state, self.touched.value)
-
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Array:
         state = self._windows.unread()
         partial = self.rules.is_partial(state)
-        self._apply_if(partial, [])
-        self._mark([False] * len(self._targets), partial, state.index)
+        self._apply_if(partial, ())
+        self.touched.value.assign(self.marked((), partial, state.index))
         return partial
-
-    def _mark(self, present: Sequence[bool], full: Scalar, index: Scalar) -> None:
-        self.touched.value.assign(self.marked(present, full, index))
 
     def _flush_replicas(self) -> Array:
         with self._strategy.scope():
             return self._strategy.experimental_local_results(self._strategy.run(self._flush))[0]
 
-    def _apply_if(self, condition: Scalar, present: Sequence[int]) -> None:
+    def _apply_if(self, condition: Scalar, present: Collection[int]) -> None:
         """Ends the window if the condition holds; ``present`` are the variables known to have a gradient in it."""
 
         @tf.autograph.experimental.do_not_convert
@@ -128,19 +125,16 @@ class TensorflowWindow(KerasWindow):
         context: Any = tf.distribute.get_replica_context()
         context.merge_call(in_cross_replica, args=(condition,))
 
-    def _apply(self, present: Sequence[int]) -> None:
-        strategy, count = self._strategy, len(self._targets)
-        combined = self.parts.join(strategy.run(self._windows.value))
-        if len(present) == count:
-            self._update.run(combined, present)
-            return
-        # Other variables may have had gradients in another trace or process, on any replica.
-        counts = strategy.reduce("sum", strategy.run(self._marks), axis=None)
-        is_present = tf.constant([i in present for i in range(count)])
-        self._update.run_where(is_present | (counts > 0), combined, present)
+    def _apply(self, present: Collection[int]) -> None:
+        strategy = self._strategy
 
-    def _marks(self) -> Array:
-        return tf.cast(self.touched_in(self.leaves[-1].value), tf.int32)
+        def touched() -> Array:
+            # Other variables may have had gradients in another trace or process, on any replica.
+            marks = strategy.run(lambda: tf.cast(self.touched_in(self.leaves[-1].value), tf.int32))
+            is_present = tf.constant([i in present for i in range(len(self._targets))])
+            return is_present | (strategy.reduce("sum", marks, axis=None) > 0)
+
+        self._update.run_where(touched, self.parts.join(strategy.run(self._windows.value)), present)
 
     def _unscaled(self, gradient: Leaf, target: Any) -> Array:
         """Undoes Keras' division of this replica's loss by the number of replicas."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -132,9 +132,9 @@ class KerasWindow(ABC):
         touched: Any = self.touched.value
         return touched[:-1] == index + 1
 
-    def marked(self, present: Sequence[bool], applied: Scalar, index: Scalar) -> Array:
+    def marked(self, present: Collection[int], applied: Scalar, index: Scalar) -> Array:
         """Returns `touched` after a microbatch with gradients for the ``present`` variables, or after a flush."""
-        changed = keras.ops.append(np.array(present, np.bool_), applied)
+        changed = keras.ops.append(np.array([i in present for i in range(len(self._targets))]), applied)
         return keras.ops.where(changed, index + 1, keras.ops.convert_to_tensor(self.touched.value))
 
 

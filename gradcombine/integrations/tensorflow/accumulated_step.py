@@ -323,14 +323,10 @@ class AccumulatedStep(WithSeen):
         )
 
     def _merge_and_apply(self, present: Collection[int], status: Any) -> WindowMetrics | None:
-        all_indices = range(len(self._targets()))
         merged = self._strategy.run(lambda: require_gradients(self._state.value()))
         # Replicas of other processes may have gradients of other variables, but all have to take the same branch.
         known = present if self._is_single_process else ()
-        if len(known) == len(all_indices):
-            self._update.run(merged, all_indices, status)
-        else:
-            self._update.run_where(self._touched(merged, known), merged, known, status)
+        self._update.run_where(lambda: self._touched(merged, known), merged, known, status)
         if self._terms is None or self._metrics is None:
             return None
         metrics = self._strategy.run(self._metrics.value)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,15 +120,21 @@ class Update:
 
             self._strategy.run(apply, args=(merged,))
 
-    def run_where(self, touched: Array, merged: Sequence[Leaf], known: Collection[int], status: Any = None) -> None:
-        """Applies the gradients of the touched variables, which are known only when the graph runs.
+    def run_where(
+        self, touched_now: Callable[[], Array], merged: Sequence[Leaf], known: Collection[int], status: Any = None
+    ) -> None:
+        """Applies the gradients of the touched variables.
 
         Args:
-          touched: boolean vector: whether each variable has had a gradient.
+          touched_now: returns a boolean vector: whether each variable has had a gradient. Called unless all are known.
           merged, status: as for `run`.
           known: indices of variables that are known to be touched while tracing.
         """
         all_indices = range(len(self._targets))
+        if len(known) == len(all_indices):
+            self.run(merged, all_indices, status)
+            return
+        touched = touched_now()
         if tf.executing_eagerly():
             self.run(merged, np.flatnonzero(touched.numpy()).tolist(), status)
             return
