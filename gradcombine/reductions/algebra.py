@@ -164,14 +164,15 @@ class Wrapper(Reduction):
 
     Attributes:
       of: the wrapped reduction.
+      settings: the other arguments of the constructor, by name.
       call: the function that makes it, for the description; empty: the name of the class.
     """
 
     call = ""
 
-    def __init__(self, of: Reduction) -> None:
+    def __init__(self, of: Reduction, **settings: Any) -> None:
         check(reduction=of)
-        self.of = of
+        self.of, self.settings = of, settings
         self.name = of.name
         self.scales_by_weight = of.scales_by_weight
         self.wire = of.wire
@@ -180,7 +181,7 @@ class Wrapper(Reduction):
 
     def around(self, of: Reduction) -> Reduction:
         """A wrapper with the same settings around another reduction."""
-        return type(self)(of)
+        return type(self)(of, **self.settings)
 
     @no_autograph
     def init(self, like: Tree) -> State:
@@ -204,7 +205,7 @@ class Wrapper(Reduction):
 
     @property
     def description(self) -> str:
-        return described(self.call or type(self).__name__.lower(), self.of.description)
+        return described(self.call or type(self).__name__.lower(), self.of.description, **self.settings)
 
     @property
     def derivative(self) -> Reduction | None:
@@ -221,8 +222,8 @@ class Wrapper(Reduction):
 class OnContributions(Wrapper):
     """A wrapper that transforms contributions or their weights only."""
 
-    def __init__(self, of: Reduction) -> None:
-        super().__init__(of)
+    def __init__(self, of: Reduction, **settings: Any) -> None:
+        super().__init__(of, **settings)
         self.adds, self.divides = of.adds, of.divides
 
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:

@@ -13,7 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import in_words, is_absent, is_array_of, require_scalar, resolve
 from gradcombine.errors import invalid, operation
-from gradcombine.reductions.algebra import Reduction, Wrapper, described
+from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, Scalar, State, Tree
@@ -99,17 +99,11 @@ class NumberedReduction(Wrapper):
     """A reduction whose contributions are `Numbered`. See `numbered`."""
 
     microbatches: int
+    call = "numbered"
 
     def __init__(self, of: Reduction, microbatches: int) -> None:
-        super().__init__(of)
+        super().__init__(of, microbatches=microbatches)
         self.name, self.microbatches = f"numbered({of.name})", microbatches
-
-    def around(self, of: Reduction) -> Reduction:
-        return NumberedReduction(of, self.microbatches)
-
-    @property
-    def description(self) -> str:
-        return described("numbered", self.of.description, microbatches=self.microbatches)
 
     @operation()
     def init(self, like: Tree) -> NumberedState:

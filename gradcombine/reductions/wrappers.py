@@ -11,10 +11,10 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import OnContributions, Reduction, Wrapper, described
+from gradcombine.reductions.algebra import OnContributions, Reduction, Wrapper
 from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
-from gradcombine.settings import check, valid
+from gradcombine.settings import valid
 from gradcombine.sparse import densify, is_row_sparse, row_slices
 from gradcombine.types import Array, Leaf, Scalar, State, Tree
 
@@ -160,7 +160,6 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     >>> gc.combine(gc.reductions.clipped(gc.reductions.mean(), 5), [np.float32([3, 4]), np.float32([30, 40])])
     array([3., 4.], dtype=float32)
     """
-    check(reduction=reduction)
     return Clipped(reduction, valid("max_norm", max_norm))
 
 
@@ -168,15 +167,8 @@ class Clipped(OnContributions):
     """See `clipped`."""
 
     def __init__(self, of: Reduction, max_norm: float) -> None:
-        super().__init__(of)
+        super().__init__(of, max_norm=max_norm)
         self.max_norm = max_norm
-
-    def around(self, of: Reduction) -> Reduction:
-        return Clipped(of, self.max_norm)
-
-    @property
-    def description(self) -> str:
-        return described("clipped", self.of.description, max_norm=self.max_norm)
 
     @operation("clipped")
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:

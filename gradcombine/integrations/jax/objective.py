@@ -369,11 +369,8 @@ class _WithNorms(Wrapper):
     """
 
     def __init__(self, of: PerLeaf, gradients: Reduction) -> None:
-        super().__init__(of)
+        super().__init__(of, gradients=gradients)
         self._gradients, self._at = without_numbers(gradients), list(of.prefix.paths()).index("['grads']")
-
-    def around(self, of: Reduction) -> Reduction:
-        return _WithNorms(of, self._gradients)
 
     @property
     def description(self) -> str:

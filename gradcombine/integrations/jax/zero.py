@@ -18,7 +18,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import invalid, operation, require_equal, require_type, translate_errors
 from gradcombine.places.replicas import LOCAL
-from gradcombine.reductions.algebra import Reduction, Wrapper, described
+from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.settings import check, valid
 from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
@@ -81,18 +81,13 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
 
 
 class _Scattered(Wrapper):
-    """See `scattered`; ``axis`` is the replica axis over which accumulators are sharded."""
+    """See `scattered`; ``over`` is the replica axis over which accumulators are sharded."""
 
-    def __init__(self, of: Reduction, axis: JaxAxis) -> None:
-        super().__init__(of)
-        self.axis = self.summed_over = axis
+    call = "scattered"
 
-    def around(self, of: Reduction) -> Reduction:
-        return _Scattered(of, self.axis)
-
-    @property
-    def description(self) -> str:
-        return described("scattered", self.of.description, over=self.axis)
+    def __init__(self, of: Reduction, over: JaxAxis) -> None:
+        super().__init__(of, over=over)
+        self.axis = self.summed_over = over
 
     @operation()
     def init(self, like: Tree) -> State:
