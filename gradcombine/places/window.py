@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,16 +31,8 @@ OVER = np.int32(MOST)
 """The step of a window that is over, for any length: its contributions were applied, or all were skipped."""
 
 
-class RunIf(Protocol):
-    """A conditional of the integration's framework: ``run(carry)`` if the condition holds.
-
-    Returns:
-      The results of ``run``; if it did not run, ``carry`` and zeros for the second result.
-    """
-
-    def __call__(
-        self, condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], carry: Tree, /
-    ) -> tuple[Tree, Tree]: ...
+RunIf: TypeAlias = Callable[[Array, Callable[[Tree], tuple[Tree, Tree]], Tree], tuple[Tree, Tree]]
+"""A framework's conditional: ``run_if(condition, run, carry)`` returns ``run(carry)``, or ``carry`` and zeros."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class ReplicaState:
         levels = tree.unflatten(structure, self._variables)
         adds = window.reduction.adds and not isinstance(levels, BinaryCounter)
         self._added = len(levels[0].value) if adds else 0
+        self._merging = replace(window, reduction=_MergedStates(window.reduction))
 
     @property
     def windows(self) -> list[list[Leaf]]:
@@ -94,8 +95,7 @@ class ReplicaState:
         level: Any = before.levels[0]
         with unguarded():  # the product is computed here, and added inside a conditional
             part = self.window.reduction.contribution(level, gradients, weight)
-        merging = replace(self.window, reduction=_MergedStates(self.window.reduction))
-        after = merging.contribute(before._replace(levels=(_without_leaves(level),)), _without_leaves(part))
+        after = self._merging.contribute(before._replace(levels=(_without_leaves(level),)), _without_leaves(part))
         terms = [None if tree.is_static(x) else x for x in part.value]
         return Pending(after, terms, self.window.is_over(before)), self.window.is_full(after)
 
