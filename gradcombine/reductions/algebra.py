@@ -18,6 +18,20 @@ from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree, no_autograph
 from gradcombine.wires.wire import Wire
 
+NAMED = (
+    "init",
+    "update",
+    "merge",
+    "finalize",
+    "clear",
+    "combine",
+    "all_merge",
+    "all_finalize",
+    "contribution",
+    "add_weighted",
+)
+"""The methods whose errors name the reduction, unless a method only forwards (`no_autograph`)."""
+
 
 class Reduction(ABC):
     """A commutative monoid over gradient trees, as four pure functions.
@@ -76,6 +90,13 @@ class Reduction(ABC):
     written: type[Reduction]
     """The class of reductions made from four functions, which ``Reduction(...)`` returns."""
     __signature__: inspect.Signature
+
+    def __init_subclass__(cls) -> None:
+        """Adds the name of the reduction to errors of the methods, and excludes them from AutoGraph."""
+        for name in NAMED:
+            method = vars(cls).get(name)
+            if method is not None and not hasattr(method, "autograph_info__"):
+                setattr(cls, name, operation()(method))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Reduction:
         return object.__new__(Reduction.written if cls is Reduction else cls)
@@ -230,20 +251,16 @@ class OnContributions(Wrapper):
         """The transformed contribution and weight."""
         return value, weight
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return self.of.update(state, *self.changed(value, weight))
 
-    @operation()
     def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
         changed_values, changed_weights = zip(*map(self.changed, values, weights), strict=True)
         return self.of.combine(changed_values, changed_weights, order)
 
-    @operation()
     def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
         return self.of.contribution(state, *self.changed(value, weight))
 
-    @operation()
     def add_weighted(self, state: State, value: Tree, weight: Scalar) -> State:
         return self.of.add_weighted(state, *self.changed(value, weight))
 

@@ -56,33 +56,27 @@ class Differentiable(Wrapper):
     def derivative(self) -> Reduction | None:
         return self.of.derivative
 
-    @operation()
     def init(self, like: Tree) -> DifferentiableState:
         return DifferentiableState(self.of.init(like), self._other.init(like))
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> DifferentiableState:
         a, b = self._require(state)
         return DifferentiableState(self.of.update(a, value, weight), self._other.update(b, value, weight))
 
-    @operation()
     def merge(self, a: State, b: State) -> DifferentiableState:
         pairs = zip((self.of, self._other), self._require(a), self._require(b), strict=True)
         return DifferentiableState(*(reduction.merge(x, y) for reduction, x, y in pairs))
 
-    @operation()
     def finalize(self, state: State) -> Tree:
         def run(reduction: Reduction, state: DifferentiableState) -> Tree:
             return reduction.finalize(state.value if reduction is self.of else state.derivative)
 
         return derived(self.of, run, self._require(state))
 
-    @operation()
     def clear(self, state: State) -> DifferentiableState:
         a, b = self._require(state)
         return DifferentiableState(self.of.clear(a), self._other.clear(b))
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> DifferentiableState:
         a, b = self._require(state)
         return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))

@@ -83,7 +83,6 @@ class FedBack(Wrapper):
     of: Treewise
     call = "fed_back"
 
-    @operation()
     def init(self, like: Tree) -> State:
         state = self.of.init(like)
         return FedBackState(state, self._zeros(state))
@@ -101,11 +100,9 @@ class FedBack(Wrapper):
 
         return tree.unflatten(structure, map(zeros, structure.paths(), accumulators))
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return state._replace(state=self.of.update(state.state, value, weight))
 
-    @operation()
     def merge(self, a: State, b: State) -> State:
         leaves, structure = tree.flatten(a.residual)
         others = tree.flatten_as(structure, b.residual)
@@ -116,11 +113,9 @@ class FedBack(Wrapper):
         added = [x if is_absent(x) else backend.add(x, y) for x, y in zip(leaves, others, strict=True)]
         return FedBackState(self.of.merge(a.state, b.state), tree.unflatten(structure, added))
 
-    @operation()
     def finalize(self, state: State) -> Tree:
         return self.of.finalize(state.state)
 
-    @operation()
     def clear(self, state: State) -> State:
         """An empty window, which keeps the residual; a sum starts from it."""
         empty = self.of.clear(state.state)
@@ -128,7 +123,6 @@ class FedBack(Wrapper):
             return FedBackState(empty, state.residual)
         return FedBackState(_plus(empty, state.residual, lambda a, x: x), self._zeros(empty))
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         if order != "sequential":
             raise invalid("order 'sequential' for residuals", order)
@@ -159,7 +153,6 @@ class FedBack(Wrapper):
         remaining = iter(errors)
         return FedBackState(merged, tree.unflatten(structure, [None if x is None else next(remaining) for x in leaves]))
 
-    @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         raise invalid("a window, whose state keeps the residual", "all_reduce")
 

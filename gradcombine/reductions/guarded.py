@@ -58,7 +58,6 @@ class Written(Reduction):
         self.name, self.scales_by_weight = name, valid("scales_by_weight", scales_by_weight)
         self._init, self._update, self._merge, self._finalize = init, update, merge, finalize
 
-    @operation()
     def init(self, like: Tree) -> GuardedState:
         leaves, structure = tree.flatten(like)
         specs = [tree.static_of(leaf, with_shape=True) for leaf in leaves]
@@ -72,7 +71,6 @@ class Written(Reduction):
         empty = _without_none(inner, arrays)
         return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, specs))
 
-    @operation()
     def update(self, state: GuardedState, value: Tree, weight: Scalar = 1) -> GuardedState:
         self._require(state)
         leaves = self._flatten(state, value)
@@ -90,7 +88,6 @@ class Written(Reduction):
             updated, count = tree.select(backend, zero, (state.value, state.count), (updated, count))
         return state._replace(value=updated, count=count)
 
-    @operation()
     def merge(self, a: GuardedState, b: GuardedState) -> GuardedState:
         self._require(a)
         self._require(b)
@@ -102,12 +99,10 @@ class Written(Reduction):
         merged = self._checked("merge", backend, a.value, self._merge(_with_none(a.value), _with_none(b.value)))
         return a._replace(value=merged, count=a.count + b.count)
 
-    @operation()
     def finalize(self, state: GuardedState) -> Tree:
         self._require(state)
         return self._finalize(_with_none(state.value))
 
-    @operation()
     def clear(self, state: GuardedState) -> GuardedState:
         self._require(state)
         if not all(map(tree.is_static, tree.flatten(state.made_for, tree.is_static)[0])):
@@ -115,7 +110,6 @@ class Written(Reduction):
         backend = resolve([state.count])
         return state._replace(value=state.empty, count=backend.full((), 0, dtypes.INT32, [state.count]))
 
-    @operation()
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
         self._require(state)
         leaves, structure = tree.flatten((state.value, state.count))

@@ -100,7 +100,6 @@ class MeasuredReduction(Wrapper):
         super().__init__(of)
         self.name = f"measured({of.name})"
 
-    @operation()
     def init(self, like: Tree) -> MeasuredState:
         state = self.of.init(like)
         leaves, structure = tree.flatten(self._like(like))
@@ -110,7 +109,6 @@ class MeasuredReduction(Wrapper):
         entry = (backend.full((), 0, x, present) for x in (dtype, dtype, dtypes.INT32, dtype))
         return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> MeasuredState:
         state = self._require(state)
         updated = self.of.update(state.value, value, weight)
@@ -121,12 +119,10 @@ class MeasuredReduction(Wrapper):
         one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
-    @operation()
     def merge(self, a: State, b: State) -> MeasuredState:
         a, b = self._require(a), self._require(b)
         return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
 
-    @operation()
     def finalize(self, state: State) -> Measured:
         state = self._require(state)
         entry = _METRICS.finalize(state.metrics)
@@ -135,12 +131,10 @@ class MeasuredReduction(Wrapper):
         metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
         return Measured(self.of.finalize(state.value), metrics)
 
-    @operation()
     def clear(self, state: State) -> MeasuredState:
         state = self._require(state)
         return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
         state = self._require(state)
         value = self.of.all_merge(state.value, collective, order)

@@ -105,14 +105,12 @@ class NumberedReduction(Wrapper):
         super().__init__(of, microbatches=microbatches)
         self.name, self.microbatches = f"numbered({of.name})", microbatches
 
-    @operation()
     def init(self, like: Tree) -> NumberedState:
         value = like.value if isinstance(like, Numbered) else like
         leaves = [leaf for leaf in tree.flatten(value)[0] if not is_absent(leaf)]
         counts = resolve(leaves).full((self.microbatches,), 0, INT32, leaves)
         return NumberedState(self.of.init(value), counts)
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> NumberedState:
         state = self._require(state)
         if not isinstance(value, Numbered):
@@ -122,22 +120,18 @@ class NumberedReduction(Wrapper):
         _require_disjoint(state.counts, one)
         return NumberedState(self.of.update(state.value, value.value, weight), backend.asarray(state.counts) + one)
 
-    @operation()
     def merge(self, a: State, b: State) -> NumberedState:
         a, b = self._require(a), self._require(b)
         _require_disjoint(a.counts, b.counts)
         return NumberedState(self.of.merge(a.value, b.value), a.counts + b.counts)
 
-    @operation()
     def finalize(self, state: State) -> Tree:
         return self.of.finalize(self._require(state).value)
 
-    @operation()
     def clear(self, state: State) -> NumberedState:
         state = self._require(state)
         return NumberedState(self.of.clear(state.value), state.counts * 0)
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> NumberedState:
         state = self._require(state)
         (counts,) = collective.all_sum([state.counts])

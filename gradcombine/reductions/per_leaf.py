@@ -77,12 +77,10 @@ class PerLeaf(Reduction):
             return None
         return PerLeaf([member.derivative or member for member in self.members], self.prefix)
 
-    @operation()
     def init(self, like: Tree) -> PerLeafState:
         likes = tree.split_as(self.prefix, like)
         return PerLeafState(self._each("init", likes))
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> PerLeafState:
         values = tree.split_as(self.prefix, value)
         leaves, _ = tree.flatten(value)
@@ -90,19 +88,15 @@ class PerLeaf(Reduction):
         weights = [weight if member.scales_by_weight else present for member in self.members]
         return PerLeafState(self._each("update", self._parts(state), values, weights))
 
-    @operation()
     def finalize(self, state: State) -> Tree:
         return tree.unflatten(self.prefix, self._each("finalize", self._parts(state)))
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> PerLeafState:
         return PerLeafState(self._each("all_merge", self._parts(state), collective=collective, order=order))
 
-    @operation()
     def merge(self, a: State, b: State) -> PerLeafState:
         return PerLeafState(self._each("merge", self._parts(a), self._parts(b)))
 
-    @operation()
     def clear(self, state: State) -> PerLeafState:
         return PerLeafState(self._each("clear", self._parts(state)))
 

@@ -80,11 +80,9 @@ class RatioReduction(Wrapper):
         super().__init__(of)
         self.name, self.scales_by_weight = "ratio", False
 
-    @operation()
     def init(self, like: Ratio) -> State:
         return self.of.init(_require_ratio(like).numerator)
 
-    @operation()
     def update(self, state: State, value: Ratio, weight: Scalar = 1) -> State:
         numerator, denominator = _require_ratio(value)
         leaves = tree.flatten(numerator)[0]
@@ -154,7 +152,6 @@ class Ratios(Wrapper):
         super().__init__(of)
         self.name, self.scales_by_weight = "ratios", False
 
-    @operation()
     def finalize(self, state: State) -> Tree:
         results = self.of.finalize(state)
         first, *others = (results[name] for name in sorted(results))

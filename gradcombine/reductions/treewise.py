@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve
-from gradcombine.errors import invalid, not_of, operation, within
+from gradcombine.errors import invalid, not_of, within
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described
@@ -75,7 +75,6 @@ class Treewise(Reduction):
             return Treewise(self.cell, self.state, **flags, **self._settings)
         return self._derivative
 
-    @operation()
     def init(self, like: Tree) -> State:
         cell = self.cell
         leaves, structure = tree.flatten(like, cell.is_leaf)
@@ -103,11 +102,9 @@ class Treewise(Reduction):
             raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
         return self.cell.empty(backend, shape, self.cell.running(dtype), like)
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return self._updated(state, value, weight, multiplies=True)
 
-    @operation()
     def add_weighted(self, state: State, value: Tree, weight: Scalar) -> State:
         return self._updated(state, value, weight, multiplies=False)
 
@@ -140,7 +137,6 @@ class Treewise(Reduction):
             count = backend.where(zero, state.count, count)
         return flat.rebuild(state, updated, total, count)
 
-    @operation()
     def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
         flat, leaves, backend, w = self._flatten_all(state, value, weight)
         cell, zero, empty = self.cell, w.zero, self._empty_totals(backend, flat, state)
@@ -168,7 +164,6 @@ class Treewise(Reduction):
         backend = resolve([*flat.arrays(), *arrays, state.count, weight])
         return flat, leaves, backend, parse(backend, weight)
 
-    @operation()
     def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
         cell = self.cell
         if not cell.takes_lists:
@@ -229,7 +224,6 @@ class Treewise(Reduction):
                 results.append(apply(output, a, *xs) if has_some else cell.finish(backend, a, totals, output))
         return tree.unflatten(structure, apply.results(results) if isinstance(apply, Small) else results)
 
-    @operation()
     def merge(self, a: State, b: State) -> State:
         left, right = self._flatten(a), self._flatten(b)
         if left.structure != right.structure:
@@ -251,7 +245,6 @@ class Treewise(Reduction):
             values = apply.results(values)
         return left.rebuild(a, values, cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
-    @operation()
     def finalize(self, state: State) -> Tree:
         flat = self._flatten(state)
         cell, backend = self.cell, resolve([*flat.arrays(), state.count])
@@ -272,7 +265,6 @@ class Treewise(Reduction):
                 results.append(apply(cell.settings.output(spec.dtype), a))
         return tree.unflatten(flat.structure, apply.results(results) if isinstance(apply, Small) else results)
 
-    @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         cell = self.cell
         if not cell.most_replicas:
@@ -287,7 +279,6 @@ class Treewise(Reduction):
         finished = (_absent(backend, spec) if spec.dtype is None else next(remaining) for spec in flat.made_for)
         return tree.unflatten(flat.structure, finished)
 
-    @operation()
     def clear(self, state: State) -> State:
         flat = self._flatten(state)
         backend, values = resolve([*flat.arrays(), state.count]), list[Accumulator]()
@@ -304,7 +295,6 @@ class Treewise(Reduction):
         weight = self.cell.empty_weight(backend, dtype, parts(state.weight))
         return Totals(weight, backend.full((), 0, dtypes.INT32, [state.count]))
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order, errors: list[Array] | None = None) -> State:
         """See `Reduction`. Appends the rounding errors of leaves that the wire compresses to ``errors``."""
         backend = resolve([*self._flatten(state).arrays(), state.count, collective.rank()])

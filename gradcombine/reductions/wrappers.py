@@ -255,7 +255,6 @@ class SparseAsDense(OnContributions):
 
     call = "sparse_as_dense"
 
-    @operation()
     def init(self, like: Tree) -> State:
         return self.of.init(tree.map(_dense_like, like, is_leaf=is_row_sparse))
 

@@ -89,11 +89,9 @@ class _Scattered(Wrapper):
         super().__init__(of, over=over)
         self.axis = self.summed_over = over
 
-    @operation()
     def init(self, like: Tree) -> State:
         return self.of.init(tree.map(lambda x: x if is_absent(x) else _empty_shard(self.axis, x), like))
 
-    @operation()
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         present = tree.present(value)
         self.axis.require_unreduced(present)
@@ -124,7 +122,6 @@ class _Scattered(Wrapper):
             for x, encodes in zip(rows, encoded, strict=True)
         ]
 
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         names = self.axis.names
         others = set(getattr(collective, "names", names))
