@@ -18,6 +18,7 @@ from gradcombine.reductions.weights import parse, presence
 from gradcombine.types import Array, Scalar, Tree, no_autograph
 
 
+@no_autograph
 @dataclass(frozen=True)
 class Terms:
     """The names of the terms of a loss and of their denominators.
@@ -42,7 +43,6 @@ class Terms:
         """The sorted names of the denominators."""
         return sorted(set(self.over.values()))
 
-    @no_autograph
     def opened(self, received: Tree, weights: Tree) -> tuple[Tree, Tree]:
         """Splits the `Ratio` of each term into terms and weights by denominator; returns other inputs unchanged.
 
@@ -63,7 +63,6 @@ class Terms:
                 require_equal(expected, known[0], known[1], f"[{term!r}]")
         return {term: value.numerator for term, value in ratios.items()}, denominators
 
-    @no_autograph
     def values(self, received: Tree) -> dict[str, Scalar]:
         """Returns the terms of one microbatch, each a real floating scalar; raises for other dicts and values."""
         values = _named("a value of each term", self.over, received)
@@ -73,14 +72,12 @@ class Terms:
                 raise invalid("a real floating scalar", in_words(value), f"[{term!r}]")
         return values
 
-    @no_autograph
     def widened(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Casts the values to their widest dtype, at least float32."""
         backend = resolve(values.values())
         widest = dtypes.of_weights(backend.dtype(x) for x in values.values())
         return {term: backend.cast(x, widest) for term, x in values.items()}
 
-    @no_autograph
     def weights(self, received: Tree, what: str = "a weight of each denominator") -> dict[str, Scalar]:
         """Returns the weights of one microbatch, or the totals of a window, by denominator; raises for invalid ones."""
         weights = self.named(what, received)
@@ -89,7 +86,6 @@ class Terms:
                 parse(resolve([] if owner(weight) is None else [weight]), weight)
         return weights
 
-    @no_autograph
     def summed(self, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """The sum of the terms of each denominator."""
         backend = resolve(values.values())
@@ -126,7 +122,6 @@ class Terms:
         """The contribution of one microbatch to `reduction`, from its gradients and weights by denominator."""
         return {name: Ratio(gradients[name], weights[name]) for name in self.denominators}
 
-    @no_autograph
     def parts(
         self, values: Mapping[str, Scalar], weights: Mapping[str, Scalar], totals: Tree = None
     ) -> dict[str, Scalar]:
@@ -160,13 +155,11 @@ class Terms:
 
         return {term: share(term, value) for term, value in values.items()}
 
-    @no_autograph
     def total(self, values: Mapping[str, Scalar]) -> Array:
         """The loss: the sum of its terms."""
         backend = resolve(values.values())
         return reduce(backend.add, (values[term] for term in self.over))
 
-    @no_autograph
     def present(self, weights: Mapping[str, Scalar]) -> Scalar:
         """1 if any weight of the microbatch is nonzero, else 0; a Python int if known, else a traced scalar."""
         backend = resolve(weights.values())

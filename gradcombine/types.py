@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -72,12 +73,16 @@ class AccumulateState(NamedTuple):
 
 
 def no_autograph(function: F) -> F:
-    """Makes a surrounding tf.function call the function as it is, without AutoGraph.
+    """Makes a surrounding tf.function call the function, or the methods of a class, as they are, without AutoGraph.
 
     No code of the library branches on a tensor, and AutoGraph makes its tracing ten times slower. Sets the attribute
     that `tf.autograph.experimental.do_not_convert
     <https://www.tensorflow.org/api_docs/python/tf/autograph/experimental/do_not_convert>`_ sets, without importing
     TensorFlow.
     """
-    function.autograph_info__ = {}  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+    marked: list[Any] = [function]
+    if isinstance(function, type):
+        marked += [x for x in vars(function).values() if isinstance(x, FunctionType)]
+    for x in marked:
+        x.autograph_info__ = {}
+    return cast(F, function)

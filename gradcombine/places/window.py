@@ -35,6 +35,7 @@ RunIf: TypeAlias = Callable[[Array, Callable[[Tree], tuple[Tree, Tree]], Tree], 
 """A framework's conditional: ``run_if(condition, run, carry)`` returns ``run(carry)``, or ``carry`` and zeros."""
 
 
+@no_autograph
 @dataclass(frozen=True)
 class Window(Settings):
     """Pure functions on an `AccumulateState` for windows over time and replicas.
@@ -78,34 +79,28 @@ class Window(Settings):
         """Whether only a flush ends windows."""
         return not callable(self.every) and self.every == UNTIL_FLUSH
 
-    @no_autograph
     def init(self, like: Tree) -> AccumulateState:
         """An empty window for gradients of these shapes and dtypes."""
         return self.accumulator.init(like)
 
-    @no_autograph
     def is_full(self, state: AccumulateState) -> Array:
         """Whether the window has all its contributions and can be applied; a boolean scalar."""
         return self.accumulator.ready(state)
 
-    @no_autograph
     def is_over(self, state: AccumulateState) -> Array:
         """Whether the next contribution starts a new window; a boolean scalar."""
         return state.step >= OVER  # not ==, which TensorFlow 1 graph tensors do not overload
 
-    @no_autograph
     def is_partial(self, state: AccumulateState) -> Array:
         """Whether there are contributions that a flush has to apply; a boolean scalar."""
         return is_begun(state) & ~self.is_over(state)
 
-    @no_autograph
     def next(self, state: AccumulateState) -> tuple[Array, Array]:
         """The index of the window of the next contribution, and its index in that window; both from 0."""
         backend, over = resolve([state.step, state.index]), self.is_over(state)
         step = position(backend, self._with_room(state).step)
         return backend.where(over, state.index + 1, state.index), backend.where(over, step * 0, step)
 
-    @no_autograph
     def number(self, state: AccumulateState) -> Array:
         """The index of the next contribution among those of its window on all replicas, from 0.
 
@@ -116,7 +111,6 @@ class Window(Settings):
             return position * self.over.size() + self.over.rank()
         return self.over.rank() * self._length(index) + position
 
-    @no_autograph
     def contribute(
         self,
         state: AccumulateState,
@@ -144,7 +138,6 @@ class Window(Settings):
             weight = self._weight_unless(skipped, gradients, weight)
         return self.accumulator.update(gradients, self.mark_varying(self._with_room(state)), weight)
 
-    @no_autograph
     def once(self, state: AccumulateState, weight: Scalar, number: Array) -> tuple[Scalar, Array]:
         """Makes `contribute` ignore a microbatch that the window already has.
 
@@ -166,7 +159,6 @@ class Window(Settings):
             backend.where(is_duplicate, placeholder, number),
         )
 
-    @no_autograph
     def end(self, state: AccumulateState, condition: Array | bool = True) -> AccumulateState:
         """Marks the window as over if the condition holds, so that the next contribution starts a new one."""
         if condition is False:
@@ -175,7 +167,6 @@ class Window(Settings):
         over = backend.full((), int(OVER), dtypes.INT32, [state.step])
         return state._replace(step=over if condition is True else backend.where(condition, over, state.step))
 
-    @no_autograph
     def due(
         self, state: AccumulateState, *, flush: Array | bool = False, skipped_in_a_row: Array | None = None
     ) -> tuple[AccumulateState, Array]:
@@ -201,13 +192,11 @@ class Window(Settings):
             return ended, full
         return ended, full & (skipped_in_a_row < state.step)
 
-    @no_autograph
     def value(self, state: AccumulateState) -> Tree:
         """The result of the window, combined over its microbatches and the replicas."""
         require_none(state.levels)
         return self.exchanged(state)[0]
 
-    @no_autograph
     def merged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[State, list[Array]]:
         """All-reduces the window.
 
@@ -233,7 +222,6 @@ class Window(Settings):
         """Whether the all-reduce may overwrite this array of a window instead of copying it. For subclasses."""
         return False
 
-    @no_autograph
     def apply_if(
         self,
         condition: Array,
@@ -280,13 +268,11 @@ class Window(Settings):
         (changed, updated), metrics = run_if(condition, run, ([arrays[i] for i in taken], carry))
         return with_taken(changed), updated, metrics
 
-    @no_autograph
     def mark_varying(self, state: AccumulateState) -> AccumulateState:
         """Marks the levels as varying over the replicas, as the carry of a loop in shard_map must be."""
         arrays, structure = tree.flatten(state.levels)
         return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))
 
-    @no_autograph
     def agreed(self, flags: Sequence[Array | bool]) -> list[Array | bool]:
         """Ors each flag over the replicas: replicas that branch differently around a collective would deadlock.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +29,7 @@ from gradcombine.places import replicas
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import Array, DType, Leaf, Order, Scalar, Tree
+from gradcombine.types import Array, DType, Leaf, Order, Scalar, Tree, no_autograph
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 
@@ -59,6 +59,7 @@ class HorovodError(GradCombineError):
         return self.text
 
 
+@no_autograph
 class AllReduce:
     """A function that combines a list of gradients over ranks, like ``hvd.grouped_allreduce``.
 
@@ -94,9 +95,6 @@ class AllReduce:
     >>> AllReduce(gc.LOCAL, "sum", postscale_factor=0.5)([np.float32([1, 2]), None])
     [array([0.5, 1. ], dtype=float32), None]
     """
-
-    # AutoGraph looks for the mark of `no_autograph` on the called object, not on its method.
-    autograph_info__: ClassVar[dict[str, Any]] = {}
 
     @operation("AllReduce")
     def __init__(
