@@ -79,12 +79,20 @@ def invalid(expected: str, received: object, path: str = "") -> GradCombineError
 def operation(name: str | None = None, *, renames: bool = False) -> Callable[[F], F]:
     """Decorates a public function: adds its name to errors from `invalid`, and excludes it from AutoGraph.
 
+    A class is decorated method by method, except for private and static ones, class methods and operators.
+
     Args:
       name: of the function, as users know it. None for a method: the ``name`` attribute of its object.
       renames: whether to also replace the name in errors that already have one.
     """
 
     def decorate(function: F) -> F:
+        if isinstance(function, type):
+            for key, method in list(vars(function).items()):
+                if isinstance(method, FunctionType) and (key in ("__init__", "__call__") or not key.startswith("_")):
+                    setattr(function, key, decorate(cast(F, method)))
+            return cast(F, function)
+
         @functools.wraps(function)
         def named(*args: Any, **kwargs: Any) -> Any:
             try:

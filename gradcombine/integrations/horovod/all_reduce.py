@@ -59,6 +59,7 @@ class HorovodError(GradCombineError):
         return self.text
 
 
+@operation("AllReduce")
 @no_autograph
 class AllReduce:
     """A function that combines a list of gradients over ranks, like ``hvd.grouped_allreduce``.
@@ -96,7 +97,6 @@ class AllReduce:
     [array([0.5, 1. ], dtype=float32), None]
     """
 
-    @operation("AllReduce")
     def __init__(
         self,
         over: Collective,
@@ -133,12 +133,10 @@ class AllReduce:
         if compression is not None:
             self._compressed = _REDUCTIONS[op](wire=wires.cast(_name(compression)))
 
-    @operation("AllReduce")
     def size(self) -> int:
         """Number of ranks that take part."""
         return self._over.size() if self._process_set is None else len(self._process_set)
 
-    @operation("AllReduce")
     def __call__(self, gradients: Tree, variables: Any = None) -> Tree:
         """Combines gradients over the ranks.
 

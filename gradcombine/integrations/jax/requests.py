@@ -84,6 +84,7 @@ Slots = Mapping[Hashable, Slot]
 """State of a `RequestStep`: a dict that is never mutated. Its numbers are Python integers, its arrays JAX arrays."""
 
 
+@operation("request_step")
 @dataclass(frozen=True)
 class RequestStep:
     """A training step in separate requests; made by `request_step`.
@@ -99,7 +100,6 @@ class RequestStep:
     programs: RequestPrograms
     microbatches: int
 
-    @operation("request_step")
     def init(self, params: Mapping[Hashable, Tree]) -> Slots:
         """Creates slots by name, each with a copy of its parameters and an empty window.
 
@@ -110,7 +110,6 @@ class RequestStep:
             slots = self.add(slots, slot, tree)
         return slots
 
-    @operation("request_step")
     def add(self, state: Slots, slot: Hashable, params: Tree) -> Slots:
         """Adds a slot. If its parameters have the shapes of another slot's, nothing is compiled for it."""
         expected = "a hashable name of a slot that does not exist yet"
@@ -121,13 +120,11 @@ class RequestStep:
         opt_state = place_beside(arrays, copied(self.programs.optimizer.init(arrays)))
         return {**state, slot: Slot(with_params(params, arrays), opt_state)}
 
-    @operation("request_step")
     def remove(self, state: Slots, slot: Hashable) -> Slots:
         """Removes a slot."""
         _slot(state, slot)
         return {name: held for name, held in state.items() if name != slot}
 
-    @operation("request_step")
     def forward_backward(
         self,
         state: Slots,
@@ -169,7 +166,6 @@ class RequestStep:
                 held = self._contributed(held, n, replaced(loss_args, positions, microbatch)[1:], kwargs)
         return {**state, slot: held}
 
-    @operation("request_step")
     def optim_step(self, state: Slots, slot: Hashable, window: int | None = None) -> tuple[Slots, StepMetrics]:
         """Ends the window of a slot: all-reduces it over the replicas and runs the optimizer.
 
@@ -190,7 +186,6 @@ class RequestStep:
             params, opt_state, _, metrics = self.programs.end(params, held.opt_state, node, np.int32(held.window))
         return {**state, slot: Slot(with_params(held.params, params), opt_state, held.window + 1)}, metrics
 
-    @operation("request_step")
     def discard(self, state: Slots, slot: Hashable, window: int | None = None) -> Slots:
         """Empties the window of a slot, whose number stays the same.
 
@@ -203,7 +198,6 @@ class RequestStep:
             return state
         return {**state, slot: held._replace(held=frozenset(), nodes=())}
 
-    @operation("request_step")
     def save(self, path: str | os.PathLike[str], state: Slots, slot: Hashable) -> None:
         """Saves the window of a slot, merged over the replicas, in a state file that lists its microbatches.
 
@@ -214,7 +208,6 @@ class RequestStep:
         states = [self._saved(node, held.held) for node in held.nodes]
         save_replicas(path, self._numbered(holds_aux(window_of(states[0].value))), states)
 
-    @operation("request_step")
     def load(self, path: str | os.PathLike[str], state: Slots, slot: Hashable, *example: Tree, **kwargs: Tree) -> Slots:
         """Replaces the window of a slot by a saved one, on any number of replicas.
 

@@ -47,6 +47,7 @@ _OF_WINDOW = *_OF_REDUCTION, "every", "order", "max_every"
 
 
 @keras.saving.register_keras_serializable("gradcombine")
+@operation("Accumulate")
 class Accumulate(Wrapper):
     """Runs a Keras optimizer once per window, on gradients combined over the window's microbatches and the replicas.
 
@@ -115,7 +116,6 @@ class Accumulate(Wrapper):
     ([-2.5, -3.5], 1)
     """
 
-    @operation("Accumulate")
     def __init__(
         self,
         inner_optimizer: Any,
@@ -150,7 +150,6 @@ class Accumulate(Wrapper):
             raise invalid(f"{name} as an argument of Accumulate, not assigned later", shown(value))
         super().__setattr__(name, value)
 
-    @operation("Accumulate")
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the accumulators and builds the inner optimizer, as ``fit`` does; call it in the strategy's scope.
 
@@ -185,7 +184,6 @@ class Accumulate(Wrapper):
         self.built = True
         self._load_unpickled()
 
-    @operation("Accumulate")
     def apply(
         self, grads: Sequence[Leaf], trainable_variables: Sequence[Any] | None = None, weight: Scalar = None
     ) -> None:
@@ -216,7 +214,6 @@ class Accumulate(Wrapper):
             window.contribute(gradients, 1 if weight is None else weight)
             self._iterations.assign_add(1)
 
-    @operation("Accumulate")
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Scalar = None) -> Array:
         """Calls `apply` on pairs of gradient and variable; returns the number of microbatches so far."""
         expected = "pairs of a gradient and its variable"
@@ -227,7 +224,6 @@ class Accumulate(Wrapper):
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs], weight)
         return self._iterations
 
-    @operation("Accumulate")
     def stateless_apply(
         self,
         optimizer_variables: Sequence[Any],
@@ -247,7 +243,6 @@ class Accumulate(Wrapper):
             # Not super(), which in `ScaledAccumulate` is LossScaleOptimizer.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
-    @operation("Accumulate")
     def flush(self) -> Array:
         """Applies a partial window, divided by its actual weight, and starts a new one, e.g. at the end of the data.
 
@@ -258,7 +253,6 @@ class Accumulate(Wrapper):
         """
         return False if self._window is None else self._window.flush()
 
-    @operation("Accumulate")
     def stateless_flush(
         self, optimizer_variables: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Array], list[Array]]:
@@ -285,7 +279,6 @@ class Accumulate(Wrapper):
         """
         return self._weights.set_to(weight)
 
-    @operation("Accumulate")
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Finalizes the variables as the inner optimizer does; called at the end of ``fit``."""
         if self._window is not None:

@@ -32,6 +32,7 @@ def _delegated(name: str) -> Callable[..., Any]:
     return method
 
 
+@operation("Accumulate")
 class Wrapper(_Optimizer):
     """Delegates methods, properties and settings to ``inner_optimizer``, which subclasses assign last.
 
@@ -65,7 +66,6 @@ class Wrapper(_Optimizer):
     assign_sub = _delegated("assign_sub")
     exclude_from_weight_decay = _delegated("exclude_from_weight_decay")
 
-    @operation("Accumulate")
     def update_step(self, gradient: Leaf, variable: Any, learning_rate: Scalar) -> None:
         """Not supported, as it would bypass the window."""
         raise invalid("a call of apply, which counts microbatches", "one of update_step")
@@ -147,7 +147,6 @@ class Wrapper(_Optimizer):
         """Variables of this optimizer, including its window's, and of the inner optimizer."""
         return [*self._variables, *self.inner_optimizer.variables]
 
-    @operation("Accumulate")
     def set_weights(self, weights: Sequence[Leaf]) -> None:
         """Replaces the values of ``variables`` by those of an optimizer with the same reduction and precision.
 
@@ -165,13 +164,11 @@ class Wrapper(_Optimizer):
         rest = [*others, *self.inner_optimizer.variables]
         windows.replace(window, saved, window.description, rest, [*arrays[:start], *arrays[stop:]])
 
-    @operation("Accumulate")
     def save_own_variables(self, store: Any) -> None:
         """Saves the windows of all replicas, if built; Keras saves the inner optimizer separately."""
         if self._window is not None:
             windows.save(store, self._others(), self._window)
 
-    @operation("Accumulate")
     def load_own_variables(self, store: Any) -> None:
         """Loads the result of `save_own_variables`, from either backend and any number of replicas.
 

@@ -35,6 +35,7 @@ from gradcombine.types import AccumulateState, Array, DType, Leaf, Scalar, State
 _MATCHING = "gradients that match the state"
 
 
+@operation("MultiSteps")
 class MultiSteps:
     """Accumulates gradients over windows of k microbatches, with the interface and the states of optax.MultiSteps.
 
@@ -95,7 +96,6 @@ class MultiSteps:
     ([-2.0, -3.0], True)
     """
 
-    @operation("MultiSteps")
     def __init__(
         self,
         opt: optax.GradientTransformation,
@@ -121,7 +121,6 @@ class MultiSteps:
         """The transformation that runs at the end of a window."""
         return self._opt
 
-    @operation("MultiSteps")
     def init(self, params: optax.Params) -> optax.MultiStepsState:
         """Returns the state before the first microbatch."""
         params = as_arrays(params)
@@ -132,7 +131,6 @@ class MultiSteps:
         inner, window = self._opt.init(params), self._rule.init(like)
         return place_beside(like, optax.MultiStepsState(jnp.int32(0), jnp.int32(0), inner, window, detail))
 
-    @operation("MultiSteps")
     def update(
         self,
         updates: optax.Updates,
@@ -181,7 +179,6 @@ class MultiSteps:
         next_gradient_step = jnp.where(emit, gradient_step + 1, gradient_step)
         return result, optax.MultiStepsState(next_mini_step, next_gradient_step, inner, acc_grads, detail)
 
-    @operation("MultiSteps")
     def has_updated(self, state: optax.MultiStepsState) -> Array:
         """Whether the last microbatch ended a window; a boolean scalar."""
         _require_state(state)
@@ -195,7 +192,6 @@ class MultiSteps:
         """Converts this object to an optax transformation, for instance for `optax.chain`."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
-    @operation("MultiSteps")
     def adopt(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
         """Converts a state of optax.MultiSteps with the same arguments, even from the middle of a window.
 

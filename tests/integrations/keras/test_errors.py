@@ -66,8 +66,9 @@ SEVERAL = [
     ],
 )
 def test_arguments(make: Any, message: str) -> None:
-    with pytest.raises(GradCombineError, match=message):
+    with pytest.raises(GradCombineError, match=message) as error:
         make()
+    assert error.value.operation in ("Accumulate", "accumulate")
 
 
 @pytest.mark.parametrize(
