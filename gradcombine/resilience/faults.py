@@ -37,9 +37,6 @@ from gradcombine.types import AccumulateState, Array, Leaf, State, Tree
 
 __all__ = ["drop", "find", "require_none"]
 
-KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
-"""Columns of the table of faults."""
-
 _DESCRIPTIONS = {
     "structure": "a tree of another structure, shapes or dtypes",
     "nan": "NaN",
@@ -48,6 +45,8 @@ _DESCRIPTIONS = {
     "doubled": "a microbatch that it or another replica has already counted",
     "differs": "a copy that differs from those of most replicas",
 }
+KINDS = tuple(_DESCRIPTIONS)
+"""Columns of the table of faults."""
 
 
 class Faults(NamedTuple):

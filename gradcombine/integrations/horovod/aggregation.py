@@ -120,7 +120,11 @@ class LocalGradientAggregation(WithSeen):
         if size is not None and not callable(size):
             size = require_integer("a size of 1 or more, a function of it or None", size)
         super().__init__()
-        self._k = _passes(backward_passes_per_step)
+        self._k = require_integer("an integer backward_passes_per_step", backward_passes_per_step, lowest=-MOST)
+        if self._k <= 0:
+            message = "backward_passes_per_step must be > 0"
+            expected = "backward_passes_per_step of 1 or more"
+            raise HorovodError(message, "LocalGradientAggregation", expected, backward_passes_per_step)
         if mode is not None:
             require_one_of("mode 'eager', 'graph' or None", mode, ("eager", "graph"))
         self._graph_mode = mode == "graph" or (mode is None and not tf.executing_eagerly())
@@ -285,14 +289,6 @@ class LocalGradientAggregation(WithSeen):
         size = require_given("a size, for the gradients of local variables", size)
         size = size() if callable(size) else size
         return size if isinstance(size, tf.Tensor) else require_integer("a size of 1 or more", size)
-
-
-def _passes(k: Any) -> int:
-    passes = require_integer("an integer backward_passes_per_step", k, lowest=-MOST)
-    if passes <= 0:
-        message = "backward_passes_per_step must be > 0"
-        raise HorovodError(message, "LocalGradientAggregation", "backward_passes_per_step of 1 or more", k)
-    return passes
 
 
 def _spec(gradient: Leaf, variable: Any, i: int) -> tf.TensorSpec:

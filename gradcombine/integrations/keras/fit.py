@@ -125,7 +125,11 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
             return
         require_weighable(model, optimizer.reduction)
         if optimizer.reduction == "mean":
-            self._wrap_train_step(model, optimizer)
+            step, is_assigned = model.train_step, "train_step" in vars(model)
+            if isinstance(step, _WeightedStep):  # of a fit that failed
+                step, is_assigned = step.step, step.is_assigned
+            model.train_step = _WeightedStep(step, is_assigned, model, optimizer)
+            model.make_train_function(force=True)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         model: Any = self.model
@@ -135,13 +139,6 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
             else:
                 del model.train_step
             model.train_function = None
-
-    def _wrap_train_step(self, model: Any, optimizer: Any) -> None:
-        step, is_assigned = model.train_step, "train_step" in vars(model)
-        if isinstance(step, _WeightedStep):  # of a fit that failed
-            step, is_assigned = step.step, step.is_assigned
-        model.train_step = _WeightedStep(step, is_assigned, model, optimizer)
-        model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = True
