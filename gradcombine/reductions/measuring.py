@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import resolve
 from gradcombine.errors import operation, require_type
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper
@@ -102,20 +102,19 @@ class MeasuredReduction(Wrapper):
 
     def init(self, like: Tree) -> MeasuredState:
         state = self.of.init(like)
-        leaves, structure = tree.flatten(self._like(like))
-        dtype = norm_dtype(leaves, structure)
-        backend = resolve(leaves)
-        present = [leaf for leaf in leaves if not is_absent(leaf)]
+        gradients = self._like(like)
+        dtype, present = norm_dtype(gradients), [leaf for _, leaf in tree.present(gradients)]
+        backend = resolve(tree.flatten(gradients)[0])
         entry = (backend.full((), 0, x, present) for x in (dtype, dtype, dtypes.INT32, dtype))
         return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> MeasuredState:
         state = self._require(state)
         updated = self.of.update(state.value, value, weight)
-        leaves, structure = tree.flatten(self.of.gradients(value)[0])
-        backend = resolve([*leaves, weight])
+        gradients = self.of.gradients(value)[0]
+        backend = resolve([*tree.flatten(gradients)[0], weight])
         wide = state.metrics.parts[0].dtypes.dtype
-        norm = backend.cast(global_norm(backend, leaves, structure), wide)
+        norm = backend.cast(global_norm(backend, gradients), wide)
         one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 

@@ -173,9 +173,8 @@ class Clipped(OnContributions):
     @operation("clipped")
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         gradients, rebuild = self.gradients(value)
-        leaves, structure = tree.flatten(gradients)
-        backend = resolve([*leaves, weight])
-        norm = global_norm(backend, leaves, structure)
+        backend = resolve([*tree.flatten(gradients)[0], weight])
+        norm = global_norm(backend, gradients)
         dtype = backend.dtype(norm)
         one, most = (backend.full((), x, dtype) for x in (1, self.max_norm))
         finite = backend.add(norm, -norm) == backend.full((), 0, dtype)
@@ -193,13 +192,13 @@ class Clipped(OnContributions):
             leaf_factor = backend.cast(factor, dtypes.working(leaf_dtype))
             return backend.cast(scaled(backend, x, leaf_factor, leaf_dtype), leaf_dtype)
 
-        return rebuild(tree.unflatten(structure, map(clip, leaves))), weight
+        return rebuild(tree.map(clip, gradients)), weight
 
 
-def global_norm(backend: Backend, leaves: list[Leaf], structure: tree.Structure) -> Array:
+def global_norm(backend: Backend, gradients: Tree) -> Array:
     """``sqrt(sum of x**2)`` over all leaves, in `norm_dtype`."""
-    dtype = norm_dtype(leaves, structure)
-    arrays = [backend.cast(backend.asarray(leaf), dtype) for leaf in leaves if not is_absent(leaf)]
+    dtype = norm_dtype(gradients)
+    arrays = [backend.cast(backend.asarray(leaf), dtype) for _, leaf in tree.present(gradients)]
     zero, one = (backend.full((), x, dtype) for x in (0, 1))
     squares = reduce(backend.add, (backend.total(backend.product(x, x)) for x in arrays), zero)
     # Avoids the infinite derivative of sqrt at 0; that of the norm is defined as 0.
@@ -207,12 +206,10 @@ def global_norm(backend: Backend, leaves: list[Leaf], structure: tree.Structure)
     return backend.where(is_zero, zero, backend.sqrt(backend.where(is_zero, one, squares)))
 
 
-def norm_dtype(leaves: list[Leaf], structure: tree.Structure) -> np.dtype:
+def norm_dtype(gradients: Tree) -> np.dtype:
     """The widest dtype of the leaves or specs, at least float32; raises for a leaf that is not a float."""
     dtype = dtypes.FLOAT32
-    for leaf, path in zip(leaves, structure.paths(), strict=True):
-        if is_absent(leaf):
-            continue
+    for path, leaf in tree.present(gradients):
         leaf_dtype = dtype_of(leaf)
         if dtypes.kind(leaf_dtype) != "float":
             raise invalid("float leaves, for a global norm", leaf_dtype, path)

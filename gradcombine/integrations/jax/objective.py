@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gradcombine import reductions, tree
+from gradcombine import reductions
 from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying, vjp_by_name
@@ -378,16 +378,12 @@ class _WithNorms(Wrapper):
 
     def finalize(self, state: State) -> Tree:
         combined = self.of.finalize(state)
-        norms = {"grad_norm": _norm(combined["grads"])}
+        norms = {"grad_norm": global_norm(BACKEND, combined["grads"])}
         if isinstance(self._gradients, Ratios):
             # Repeats the divisions of the finalize above; the compiler merges the two.
             parts = self._gradients.of.finalize(state.parts[self._at])
-            norms["grad_norms"] = {name: _norm(part) for name, part in parts.items()}
+            norms["grad_norms"] = {name: global_norm(BACKEND, part) for name, part in parts.items()}
         return combined | norms
-
-
-def _norm(gradients: Tree) -> Array:
-    return global_norm(BACKEND, *tree.flatten(gradients))
 
 
 def _as_array(weight: Scalar, dtype: DType = np.float32) -> Array:
