@@ -94,7 +94,6 @@ def accumulate(
         longest = longest if callable(length) else length
         depth = require_given("max_every, for a function with order 'tree'", longest).bit_length()
 
-    @operation("accumulate")
     def init(like: Tree) -> AccumulateState:
         part = reduction.init(like)
         backend = resolve([*tree.flatten(like)[0], *tree.flatten(part)[0]])
@@ -108,7 +107,6 @@ def accumulate(
             raise invalid(f"a state of {levels}", received)
         return state.step >= (length_at(length, state.index) if callable(length) else length)
 
-    @operation("accumulate")
     def update(grads: Tree, state: AccumulateState, weight: Scalar = 1.0) -> AccumulateState:
         full = is_full(state)
         backend = _backend(state)
@@ -130,18 +128,17 @@ def accumulate(
             levels = (reduction.update(level, grads, weight),)
         return AccumulateState(levels, position(backend, step) + 1, index)
 
-    @operation("accumulate")
     def value(state: AccumulateState) -> Tree:
         return reduction.finalize(whole_window(reduction, state))
 
-    @operation("accumulate")
     def restart(state: AccumulateState) -> AccumulateState:
         require_state(state)
         backend = _backend(state)
         index = backend.where(is_begun(state), state.index + 1, state.index)
         return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
 
-    return Accumulator(init, update, operation("accumulate")(is_full), value, restart)
+    named = operation("accumulate")
+    return Accumulator(named(init), named(update), named(is_full), named(value), named(restart))
 
 
 def position(backend: Backend, step: Array) -> Array:

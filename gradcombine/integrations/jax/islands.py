@@ -119,7 +119,6 @@ def outer(
     every = require_integer("1 step or more", every)
     count = require_integer(f"from 1 to {every} fragments", fragments, highest=every)
 
-    @operation("outer")
     def init(params: Tree) -> OuterState:
         leaves, structure = tree.flatten(params)
         for path, leaf in zip(structure.paths(), leaves, strict=True):
@@ -140,7 +139,6 @@ def outer(
         new: Tree = apply_updates(anchors, updates)
         return (list(new), list(new), inner), ()
 
-    @operation("outer")
     def update(params: Tree, state: OuterState, weight: Scalar = 1.0) -> tuple[Tree, OuterState]:
         leaves, structure, anchors = beside_anchors(params, state, count)
         step, inner = state.step + 1, list(state.inner)
@@ -156,7 +154,6 @@ def outer(
         state = OuterState(tree.unflatten(structure, anchors), tuple(inner), weights, step)
         return tree.unflatten(structure, leaves), state
 
-    @operation("outer")
     def join(params: Tree, state: OuterState, begins: Scalar) -> tuple[Tree, OuterState]:
         leaves, structure, anchors = beside_anchors(params, state, count)
         begins = require_flag("begins", begins)
@@ -164,7 +161,8 @@ def outer(
         weight = jnp.where(begins, jnp.zeros_like(state.weight), state.weight)
         return tree.unflatten(structure, chosen), state._replace(weight=weight)
 
-    return Outer(init, update, join)
+    named = operation("outer")
+    return Outer(named(init), named(update), named(join))
 
 
 def beside_anchors(params: Tree, state: object, fragments: int) -> tuple[list[Leaf], tree.Structure, list[Leaf]]:
