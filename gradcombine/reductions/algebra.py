@@ -11,7 +11,7 @@ from typing import Any
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, operation
+from gradcombine.errors import GradCombineError, operation, require_type
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
@@ -75,6 +75,8 @@ class Reduction(ABC):
     """
 
     name: str
+    state: type[Any]
+    """The class of the states, where it is one of this reduction alone."""
     scales_by_weight: bool = False
     wire: Wire | None = None
     """The compression of partial sums between replicas; None: none."""
@@ -123,6 +125,10 @@ class Reduction(ABC):
     @abstractmethod
     def clear(self, state: State) -> State:
         """The empty state of the same shapes, with the dtypes that `init` gives."""
+
+    def require(self, state: State) -> Any:
+        """Returns a state of this reduction; raises for any other."""
+        return require_type(f"a {self.state.__name__}", state, self.state)
 
     @property
     def description(self) -> str:

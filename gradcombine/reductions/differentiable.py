@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import operation, require_type
+from gradcombine.errors import operation
 from gradcombine.reductions.algebra import Reduction, Wrapper, derived
 from gradcombine.settings import check
 from gradcombine.types import Order, Scalar, State, Tree
@@ -47,6 +47,8 @@ def differentiable(reduction: Reduction) -> Reduction:
 class Differentiable(Wrapper):
     """See `differentiable`."""
 
+    state = DifferentiableState
+
     @property
     def _other(self) -> Reduction:
         assert self.of.derivative is not None
@@ -60,26 +62,23 @@ class Differentiable(Wrapper):
         return DifferentiableState(self.of.init(like), self._other.init(like))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> DifferentiableState:
-        a, b = self._require(state)
+        a, b = self.require(state)
         return DifferentiableState(self.of.update(a, value, weight), self._other.update(b, value, weight))
 
     def merge(self, a: State, b: State) -> DifferentiableState:
-        pairs = zip((self.of, self._other), self._require(a), self._require(b), strict=True)
+        pairs = zip((self.of, self._other), self.require(a), self.require(b), strict=True)
         return DifferentiableState(*(reduction.merge(x, y) for reduction, x, y in pairs))
 
     def finalize(self, state: State) -> Tree:
         def run(reduction: Reduction, state: DifferentiableState) -> Tree:
             return reduction.finalize(state.value if reduction is self.of else state.derivative)
 
-        return derived(self.of, run, self._require(state))
+        return derived(self.of, run, self.require(state))
 
     def clear(self, state: State) -> DifferentiableState:
-        a, b = self._require(state)
+        a, b = self.require(state)
         return DifferentiableState(self.of.clear(a), self._other.clear(b))
 
     def all_merge(self, state: State, collective: Collective, order: Order) -> DifferentiableState:
-        a, b = self._require(state)
+        a, b = self.require(state)
         return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))
-
-    def _require(self, state: State) -> DifferentiableState:
-        return require_type("a DifferentiableState", state, DifferentiableState)

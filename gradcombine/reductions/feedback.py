@@ -81,7 +81,7 @@ class FedBack(Wrapper):
     """See `fed_back`."""
 
     of: Treewise
-    call = "fed_back"
+    call, state = "fed_back", FedBackState
 
     def init(self, like: Tree) -> State:
         state = self.of.init(like)
@@ -101,11 +101,12 @@ class FedBack(Wrapper):
         return tree.unflatten(structure, map(zeros, structure.paths(), accumulators))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
+        state = self.require(state)
         return state._replace(state=self.of.update(state.state, value, weight))
 
     def merge(self, a: State, b: State) -> State:
-        leaves, structure = tree.flatten(a.residual)
-        others = tree.flatten_as(structure, b.residual)
+        leaves, structure = tree.flatten(self.require(a).residual)
+        others = tree.flatten_as(structure, self.require(b).residual)
         backend = resolve([*leaves, *others])
         for path, x, y in zip(structure.paths(), leaves, others, strict=True):
             if (x is None) != (y is None):
@@ -114,11 +115,11 @@ class FedBack(Wrapper):
         return FedBackState(self.of.merge(a.state, b.state), tree.unflatten(structure, added))
 
     def finalize(self, state: State) -> Tree:
-        return self.of.finalize(state.state)
+        return self.of.finalize(self.require(state).state)
 
     def clear(self, state: State) -> State:
         """An empty window, which keeps the residual; a sum starts from it."""
-        empty = self.of.clear(state.state)
+        empty = self.of.clear(self.require(state).state)
         if self.of.divides:
             return FedBackState(empty, state.residual)
         return FedBackState(_plus(empty, state.residual, lambda a, x: x), self._zeros(empty))
@@ -126,6 +127,7 @@ class FedBack(Wrapper):
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         if order != "sequential":
             raise invalid("order 'sequential' for residuals", order)
+        self.require(state)
         if not self.of.divides:
             return self._exchanged(state, collective, order)
         backend = resolve([*tree.flatten(state)[0], collective.rank()])

@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve, shape_of
-from gradcombine.errors import GradCombineError, invalid, operation, require_type, shown
+from gradcombine.errors import GradCombineError, invalid, operation, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -42,6 +42,8 @@ class Nothing(NamedTuple):
 class Written(Reduction):
     """See `Reduction`."""
 
+    state = GuardedState
+
     @operation("Reduction")
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Written(Reduction):
         return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, specs))
 
     def update(self, state: GuardedState, value: Tree, weight: Scalar = 1) -> GuardedState:
-        self._require(state)
+        self.require(state)
         leaves = self._flatten(state, value)
         backend = resolve([state.count, *leaves, *tree.flatten(state.value)[0], weight])
         parsed = parse(backend, weight)
@@ -89,8 +91,8 @@ class Written(Reduction):
         return state._replace(value=updated, count=count)
 
     def merge(self, a: GuardedState, b: GuardedState) -> GuardedState:
-        self._require(a)
-        self._require(b)
+        self.require(a)
+        self.require(b)
         expected, received = (tree.flatten(state.made_for)[1] for state in (a, b))
         if expected != received:
             raise tree.difference(expected, received)
@@ -100,18 +102,18 @@ class Written(Reduction):
         return a._replace(value=merged, count=a.count + b.count)
 
     def finalize(self, state: GuardedState) -> Tree:
-        self._require(state)
+        self.require(state)
         return self._finalize(_with_none(state.value))
 
     def clear(self, state: GuardedState) -> GuardedState:
-        self._require(state)
+        self.require(state)
         if not all(map(tree.is_static, tree.flatten(state.made_for, tree.is_static)[0])):
             raise invalid("a state made for constants", shown(state.made_for), ".made_for")
         backend = resolve([state.count])
         return state._replace(value=state.empty, count=backend.full((), 0, dtypes.INT32, [state.count]))
 
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
-        self._require(state)
+        self.require(state)
         leaves, structure = tree.flatten((state.value, state.count))
         backend = resolve([*leaves, collective.rank()])
         arrays = [backend.asarray(x) for x in leaves]
@@ -121,9 +123,6 @@ class Written(Reduction):
             return state._replace(value=value, count=count)
 
         return fold_pairwise(self.merge, map(rebuild, collective.of_each_rank(arrays)))
-
-    def _require(self, state: State) -> None:
-        require_type("a GuardedState", state, GuardedState)
 
     def _flatten(self, state: GuardedState, value: Tree) -> list[Leaf]:
         """Returns the leaves of a contribution; raises if it does not fit the state."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import operation, require_type
+from gradcombine.errors import operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper
 from gradcombine.reductions.moments import moments
@@ -94,7 +94,7 @@ def measured(reduction: Reduction) -> Reduction:
 class MeasuredReduction(Wrapper):
     """See `measured`."""
 
-    call = "measured"
+    call, state = "measured", MeasuredState
 
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
@@ -109,7 +109,7 @@ class MeasuredReduction(Wrapper):
         return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> MeasuredState:
-        state = self._require(state)
+        state = self.require(state)
         updated = self.of.update(state.value, value, weight)
         gradients = self.of.gradients(value)[0]
         backend = resolve([*tree.flatten(gradients)[0], weight])
@@ -119,11 +119,11 @@ class MeasuredReduction(Wrapper):
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
     def merge(self, a: State, b: State) -> MeasuredState:
-        a, b = self._require(a), self._require(b)
+        a, b = self.require(a), self.require(b)
         return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
 
     def finalize(self, state: State) -> Measured:
-        state = self._require(state)
+        state = self.require(state)
         entry = _METRICS.finalize(state.metrics)
         backend = resolve([entry.count])
         largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
@@ -131,11 +131,11 @@ class MeasuredReduction(Wrapper):
         return Measured(self.of.finalize(state.value), metrics)
 
     def clear(self, state: State) -> MeasuredState:
-        state = self._require(state)
+        state = self.require(state)
         return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
 
     def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
-        state = self._require(state)
+        state = self.require(state)
         value = self.of.all_merge(state.value, collective, order)
         return MeasuredState(value, _METRICS.all_merge(state.metrics, collective, order))
 
@@ -144,6 +144,3 @@ class MeasuredReduction(Wrapper):
         if self.of.microbatches is not None and not isinstance(like, Numbered):
             return without_numbers(self.of).gradients(like)[0]
         return self.of.gradients(like)[0]
-
-    def _require(self, state: State) -> MeasuredState:
-        return require_type("a MeasuredState", state, MeasuredState)

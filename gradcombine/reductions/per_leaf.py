@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import invalid, operation, require_type, within
+from gradcombine.errors import invalid, operation, within
 from gradcombine.reductions.algebra import Reduction, described
 from gradcombine.reductions.weights import presence
 from gradcombine.settings import check
@@ -60,7 +60,7 @@ class PerLeaf(Reduction):
       prefix: the structure of the tree whose leaves they are.
     """
 
-    name = "per_leaf"
+    name, state = "per_leaf", PerLeafState
     scales_by_weight = True
 
     def __init__(self, members: Sequence[Reduction], prefix: tree.Structure) -> None:
@@ -109,7 +109,7 @@ class PerLeaf(Reduction):
         return tuple(results)
 
     def _parts(self, state: State) -> tuple[State, ...]:
-        parts = require_type("a PerLeafState", state, PerLeafState).parts
+        parts = self.require(state).parts
         if len(parts) != len(self.members):
             raise invalid(f"a state of {len(self.members)} parts", len(parts))
         return parts

@@ -243,6 +243,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "a residual of another wire": lambda: FED["bfloat16"].merge(
         FED["bfloat16"].init({"b": np.zeros(3, np.float32)}), FED["8 bits"].init({"b": np.zeros(3, np.float32)})
     ),
+    "another state": lambda: FED["8 bits"].finalize(gc.reductions.sum().init(np.float32(0))),
+    "other states": lambda: gc.merge_replicas(FED["8 bits"], gc.reductions.sum().init(np.float32(0)), gc.LOCAL),
 }
 
 
