@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gradcombine.backends.protocol import Collective
 from gradcombine.errors import operation
-from gradcombine.reductions.algebra import Reduction, Wrapper, derived
+from gradcombine.reductions.algebra import Beside, Reduction, derived
 from gradcombine.settings import check
-from gradcombine.types import Order, Scalar, State, Tree
+from gradcombine.types import Scalar, State, Tree
 
 
 class DifferentiableState(NamedTuple):
@@ -44,41 +43,28 @@ def differentiable(reduction: Reduction) -> Reduction:
     return reduction if reduction.derivative is None else Differentiable(reduction)
 
 
-class Differentiable(Wrapper):
+class Differentiable(Beside):
     """See `differentiable`."""
 
     state = DifferentiableState
 
-    @property
-    def _other(self) -> Reduction:
-        assert self.of.derivative is not None
-        return self.of.derivative
+    def __init__(self, of: Reduction) -> None:
+        assert of.derivative is not None
+        super().__init__(of, of.derivative)
 
     @property
     def derivative(self) -> Reduction | None:
         return self.of.derivative
 
     def init(self, like: Tree) -> DifferentiableState:
-        return DifferentiableState(self.of.init(like), self._other.init(like))
+        return DifferentiableState(self.of.init(like), self.other.init(like))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> DifferentiableState:
         a, b = self.require(state)
-        return DifferentiableState(self.of.update(a, value, weight), self._other.update(b, value, weight))
-
-    def merge(self, a: State, b: State) -> DifferentiableState:
-        pairs = zip((self.of, self._other), self.require(a), self.require(b), strict=True)
-        return DifferentiableState(*(reduction.merge(x, y) for reduction, x, y in pairs))
+        return DifferentiableState(self.of.update(a, value, weight), self.other.update(b, value, weight))
 
     def finalize(self, state: State) -> Tree:
         def run(reduction: Reduction, state: DifferentiableState) -> Tree:
             return reduction.finalize(state.value if reduction is self.of else state.derivative)
 
         return derived(self.of, run, self.require(state))
-
-    def clear(self, state: State) -> DifferentiableState:
-        a, b = self.require(state)
-        return DifferentiableState(self.of.clear(a), self._other.clear(b))
-
-    def all_merge(self, state: State, collective: Collective, order: Order) -> DifferentiableState:
-        a, b = self.require(state)
-        return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))

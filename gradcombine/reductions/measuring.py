@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradcombine import tree
-from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper
+from gradcombine.reductions.algebra import Beside, Reduction, Weighed
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.numbered import Numbered, without_numbers
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import max as maximum
 from gradcombine.reductions.sums import sum as sum_
 from gradcombine.reductions.wrappers import global_norm, norm_dtype
-from gradcombine.types import Array, Order, Scalar, State, Tree
+from gradcombine.types import Array, Scalar, State, Tree
 
 
 class Metrics(NamedTuple):
@@ -91,13 +90,13 @@ def measured(reduction: Reduction) -> Reduction:
     return MeasuredReduction(reduction)
 
 
-class MeasuredReduction(Wrapper):
+class MeasuredReduction(Beside):
     """See `measured`."""
 
     call, state = "measured", MeasuredState
 
     def __init__(self, of: Reduction) -> None:
-        super().__init__(of)
+        super().__init__(of, _METRICS)
         self.name = f"measured({of.name})"
 
     def init(self, like: Tree) -> MeasuredState:
@@ -118,10 +117,6 @@ class MeasuredReduction(Wrapper):
         one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
-    def merge(self, a: State, b: State) -> MeasuredState:
-        a, b = self.require(a), self.require(b)
-        return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
-
     def finalize(self, state: State) -> Measured:
         state = self.require(state)
         entry = _METRICS.finalize(state.metrics)
@@ -129,15 +124,6 @@ class MeasuredReduction(Wrapper):
         largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
         metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
         return Measured(self.of.finalize(state.value), metrics)
-
-    def clear(self, state: State) -> MeasuredState:
-        state = self.require(state)
-        return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
-
-    def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
-        state = self.require(state)
-        value = self.of.all_merge(state.value, collective, order)
-        return MeasuredState(value, _METRICS.all_merge(state.metrics, collective, order))
 
     def _like(self, like: Tree) -> Tree:
         """The gradients of the argument of ``init``, which need not be `Numbered` for a numbered reduction."""
