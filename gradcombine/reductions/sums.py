@@ -92,6 +92,10 @@ def mean(
     If the weight of a microbatch is its number of tokens (or examples), the mean of the mean gradients per token over
     microbatches and replicas is the gradient of the full batch. The unweighted mean is not if the numbers differ.
 
+    The sum of weights has the widest dtype of the contributions, but at least float32. It is exact for integers up to
+    2**24; other weights are rounded at each addition unless the precision is ``"exact"``, whatever ``dtype`` is: with
+    ``"compensated"`` or float64, use integers, such as numbers of tokens, where the last digits matter.
+
     Args:
       precision, dtype, output_dtype, wire, max_terms: as for `gradcombine.reductions.sum`.
 
