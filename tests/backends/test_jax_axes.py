@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-
-pytestmark = pytest.mark.needs("jax")
 
 GRADS = np.arange(16, dtype=np.float32).reshape(2, 4, 2) ** 2
 """Microbatches on ('replica', 'data') = (2, 4), one per column."""
@@ -39,29 +39,20 @@ def token_mean(axis: int | tuple[int, ...]) -> np.ndarray:
 
 
 def by_pmap_of_vmap(function: Callable[..., Any]) -> Any:
-    import jax
-
     return jax.pmap(jax.vmap(function, axis_name="data"), axis_name="replica")(GRADS, TOKENS)
 
 
 def by_vmap_of_pmap_axes_swapped(function: Callable[..., Any]) -> Any:
-    import jax
-
     inner = jax.vmap(function, axis_name="replica")
     swapped = jax.pmap(inner, axis_name="data")(GRADS.swapaxes(0, 1), TOKENS.swapaxes(0, 1))
     return np.asarray(swapped).swapaxes(0, 1)
 
 
 def by_vmap(function: Callable[..., Any]) -> Any:
-    import jax
-
     return jax.jit(jax.vmap(jax.vmap(function, axis_name="data"), axis_name="replica"))(GRADS, TOKENS)
 
 
 def by_shard_map(function: Callable[..., Any], check_vma: bool) -> Any:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
     def one(grads: Any, tokens: Any) -> Any:
         return function(grads[0, 0], tokens[0, 0])[None, None]
 
@@ -71,9 +62,6 @@ def by_shard_map(function: Callable[..., Any], check_vma: bool) -> Any:
 
 
 def made_mesh(rows: int, columns: int, names: tuple[str, str]) -> Any:
-    import jax
-    from jax.sharding import AxisType
-
     return jax.make_mesh((rows, columns), names, axis_types=(AxisType.Auto,) * 2)
 
 
@@ -110,9 +98,6 @@ def loss(params: Any, x: Any) -> Any:
 
 def sharded_step(check_vma: bool, every: int, differentiate_own: bool = True) -> Any:
     """A window of gradients: 'model' shards the columns of ``w``, 'data' the batch; ``scale`` is replicated."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
     reduction = reductions.mean()
     acc = gc.accumulate(reduction, every=every)
 
@@ -178,8 +163,6 @@ def test_a_window_is_one_exchange_over_the_data_axis(check_vma: bool, every: int
 
 
 def test_a_window_on_pmap_is_one_exchange() -> None:
-    import jax
-
     def step(grads: Any, tokens: Any) -> Any:
         acc = gc.accumulate(reductions.mean(), every=6)
         state, _ = jax.lax.scan(

@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import gradcombine as gc
 from gradcombine import reductions
 
-pytestmark = pytest.mark.needs("jax")
 AXIS = "data"
 
 
 def sharded(function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool, replicas: int = 4) -> Any:
-    import jax
-
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((replicas,), (AXIS,), axis_types=auto, devices=jax.devices()[:replicas])
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
 
 
 def specs() -> tuple[Any, Any]:
-    import jax
-
     return jax.sharding.PartitionSpec(AXIS), jax.sharding.PartitionSpec()
 
 
@@ -39,8 +36,6 @@ X = np.arange(8, dtype=np.float32)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_an_already_summed_gradient_is_refused(reduction: str) -> None:
     """With check_vma, shard_map sums the gradient of a replicated parameter, so summing it again would be wrong."""
-    import jax
-
     own, same = specs()
 
     def step(w: Any, x: Any) -> Any:
@@ -59,8 +54,6 @@ def test_an_already_summed_gradient_is_refused(reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "first"])
 def test_a_gradient_by_pcast_parameters_is_combined_once(reduction: str, order: Any, check_vma: bool) -> None:
     """The result is equal on all replicas and has an invariant type: ``out_specs=P()`` accepts it."""
-    import jax
-
     own, same = specs()
 
     def step(w: Any, x: Any) -> Any:
@@ -93,9 +86,6 @@ def test_a_merged_window_is_typed_as_the_same_everywhere(order: Any) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 def test_several_axes_rank_in_row_major_order(order: Any, check_vma: bool) -> None:
-    import jax
-    from jax.sharding import AxisType, PartitionSpec
-
     mesh = jax.make_mesh((2, 4), ("replica", AXIS), axis_types=(AxisType.Auto,) * 2)
     both = ("replica", AXIS)
 
@@ -112,8 +102,6 @@ def test_several_axes_rank_in_row_major_order(order: Any, check_vma: bool) -> No
 
 
 def test_reducing_over_one_axis_of_two_leaves_the_other_alone() -> None:
-    import jax
-
     def step(x: Any) -> Any:
         return gc.all_reduce(reductions.sum(), x, over=gc.jax_axis(AXIS))
 
@@ -123,8 +111,6 @@ def test_reducing_over_one_axis_of_two_leaves_the_other_alone() -> None:
 
 def test_compiled_products_and_quotients_round_as_uncompiled_ones() -> None:
     """By default, XLA would fuse products into additions and divide by multiplying with a reciprocal."""
-    import jax
-
     rng = np.random.default_rng(0)
     values = [rng.normal(size=4096).astype(np.float32) for _ in range(3)]
     weights = np.float32([0.3, 0.7, 7.1])
@@ -137,8 +123,6 @@ def test_compiled_products_and_quotients_round_as_uncompiled_ones() -> None:
 
 def test_complex_weights_do_not_touch_the_other_part() -> None:
     """A complex product would turn an infinite part into NaN."""
-    import jax
-
     value = np.array([complex(np.inf, 1)], np.complex64)
     for run in (gc.mean, jax.jit(gc.mean)):
         result = np.asarray(run([value, value], [np.float32(2), np.float32(2)]))

@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
 
-pytestmark = pytest.mark.needs("jax")
 N = 4
 AXIS = gc.jax_axis("data")
 
@@ -46,10 +48,6 @@ def data() -> list[np.ndarray]:
 
 def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
     """Maps ``function`` over the replicas' leaves; returns the results of all replicas, stacked."""
-    import jax
-    from jax.sharding import AxisType
-    from jax.sharding import PartitionSpec as P
-
     if way == "pmap":
         return jax.pmap(function, axis_name="data")
     if way == "vmap":
@@ -83,8 +81,6 @@ WAYS = pytest.mark.parametrize(
 @pytest.mark.sampled
 @WAYS
 def test_sums_and_stacks_have_the_bits_of_leaves_that_go_alone(way: str) -> None:
-    import jax
-
     def program(xs: list[Any]) -> list[Any]:
         alone = [jax.lax.psum(x, "data") for x in xs]
         return [*AXIS.all_sum(xs), *alone, *AXIS.all_gather(xs)]
@@ -111,17 +107,12 @@ def collectives(compiled: Any) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def mesh() -> Any:
-    import jax
-    from jax.sharding import AxisType
-
     return jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.full
 def test_forty_small_leaves_and_two_large_ones_are_one_exchange(mesh: Any) -> None:
     """The weight is in the gradients' bucket; the count is sent as digits in the same exchange."""
-    import jax
-    from jax.sharding import PartitionSpec as P
 
     def step(xs: list[Any]) -> list[Any]:
         return gc.all_reduce(reductions.mean(), xs, over=AXIS, weight=1 + jax.lax.axis_index("data"))
@@ -136,9 +127,6 @@ def test_forty_small_leaves_and_two_large_ones_are_one_exchange(mesh: Any) -> No
 
 def test_leaves_of_different_types_keep_their_own(mesh: Any) -> None:
     """A leaf that is invariant over 'model' stays so next to a varying one: check_vma checks the specs."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
     specs = {"same": P(), "own": P("model")}
     for order in ("sequential", "tree"):
 
@@ -153,9 +141,6 @@ def test_leaves_of_different_types_keep_their_own(mesh: Any) -> None:
 
 def test_a_leaf_that_the_compiler_shards_is_not_copied_together(mesh: Any) -> None:
     """With an axis that shard_map leaves to the compiler, a flat array would gather the shards of every leaf."""
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     def step(xs: list[Any]) -> list[Any]:
         return [x[0] for x in AXIS.all_sum(xs)]
@@ -185,9 +170,6 @@ def test_counts_beside_floats_are_exact(way: str) -> None:
 
 @pytest.mark.parametrize("reduction", [reductions.sum(), reductions.mean()], ids=["sum", "mean"])
 def test_accumulators_weight_and_count_are_one_exchange(reduction: Any, mesh: Any) -> None:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
     def step(x: Any) -> Any:
         return gc.all_reduce(reduction, x, over=AXIS, weight=1 + jax.lax.axis_index("data"))
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from gradcombine.backends import tensorflow_backend
 from gradcombine.backends.jax_backend import BACKEND as JAX
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.quotient import rounded_quotient
@@ -77,13 +79,8 @@ def test_under_jit(pair: str) -> None:
     assert_rounded(np.asarray(quotient)[ordinary], array[ordinary], divisor[ordinary])
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensorflow_divides_in_float64_on_gpus(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tensorflow as tf
-
-    from gradcombine.backends import tensorflow_backend
-
     monkeypatch.setattr(tensorflow_backend, "_has_gpus", lambda: True)
     array, divisor = floats_from(-4, 4), np.float32(7)
     function = tf.function(tensorflow_backend.BACKEND.divide, jit_compile=compiled)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
 
-pytestmark = pytest.mark.needs("tensorflow")
 RNG = np.random.default_rng(0)
 VALUES = [RNG.normal(size=513).astype(np.float32) for _ in range(20)]
 
@@ -20,15 +20,12 @@ VALUES = [RNG.normal(size=513).astype(np.float32) for _ in range(20)]
 @pytest.mark.parametrize("n", [3, 9, 20])
 def test_the_order_of_additions_survives(n: int, method: str, jit_compile: bool) -> None:
     """By default, Grappler would turn any chain or tree of additions into one AddN, which adds in blocks of eight."""
-    import tensorflow as tf
-
     run = tf.function(lambda values: gc.add_n(values, method), jit_compile=jit_compile)
     np.testing.assert_array_equal(run(list(map(tf.constant, VALUES[:n]))), gc.add_n(VALUES[:n], method))
 
 
 def test_the_case_bites() -> None:
     """The same chain in plain TensorFlow has different bits."""
-    import tensorflow as tf
 
     @tf.function
     def plain(values: Any) -> Any:
@@ -43,8 +40,6 @@ def test_the_case_bites() -> None:
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_weighted_means_round_as_uncompiled_ones(jit_compile: bool) -> None:
     """Includes constant weights, by whose reciprocals Grappler and XLA would multiply."""
-    import tensorflow as tf
-
     weights = np.float32([0.3, 0.7, 7.1])
     expected = gc.mean(VALUES[:3], weights)
     values = list(map(tf.constant, VALUES[:3]))
@@ -56,15 +51,11 @@ def test_weighted_means_round_as_uncompiled_ones(jit_compile: bool) -> None:
 
 @pytest.mark.parametrize("method", [("ADD_N", "add_n"), ("EXPERIMENTAL_TREE", "tree"), ("DEFAULT", "add_n")])
 def test_aggregation_methods_are_accepted(method: tuple[str, str]) -> None:
-    import tensorflow as tf
-
     value = getattr(tf.AggregationMethod, method[0])
     np.testing.assert_array_equal(gc.add_n(VALUES, value), gc.add_n(VALUES, method[1]))
 
 
 def test_sums_are_differentiable() -> None:
-    import tensorflow as tf
-
     @tf.function
     def gradient(x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -77,8 +68,6 @@ def test_sums_are_differentiable() -> None:
 
 def test_tracing_does_not_rewrite_the_library() -> None:
     """By default, AutoGraph would convert the source of every function that is called."""
-    import tensorflow as tf
-
     acc = gc.accumulate(reductions.mean(), every=2)
     public = [gc.add_n, gc.combine, gc.mean, gc.tree_sum, gc.all_reduce, gc.merge_replicas, gc.accumulate, *acc]
     public += [getattr(reductions, name) for name in reductions.__all__ if name.islower()]
@@ -94,8 +83,6 @@ def test_tracing_does_not_rewrite_the_library() -> None:
 @pytest.mark.parametrize("has_shape", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
 def test_zeroed_keeps_indexed_slices(traced: bool, has_shape: bool, bad: float) -> None:
-    import tensorflow as tf
-
     acc = gc.accumulate(reductions.zeroed(reductions.row_mean(capacity=4)), every=2)
     shape = tf.constant([4, 1]) if has_shape else None
 

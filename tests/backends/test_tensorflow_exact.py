@@ -7,18 +7,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, tree
-
-pytestmark = pytest.mark.needs("tensorflow")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])
 def test_small_leaves_of_tensorflow_have_the_bits_of_numpy(how: str) -> None:
-    import tensorflow as tf
-
     rng, dtypes = np.random.default_rng(3), [np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16)]
     shapes = [(), (1,), (0,), (2, 0), (3, 5), (17,), (4097,)]
 
@@ -51,8 +48,6 @@ def test_small_leaves_of_tensorflow_have_the_bits_of_numpy(how: str) -> None:
 
 @pytest.mark.full
 def test_graphs_of_exact_sums_grow_by_what_takes_small_leaves_in_and_out() -> None:
-    import tensorflow as tf
-
     red = reductions.mean("exact")
     calls = {
         "update": lambda state, grads: red.update(state, grads, 0.3).value,

@@ -8,11 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
-
-pytestmark = pytest.mark.needs("tensorflow")
 
 REPLICAS = 3
 # In these bundles, the position of an array equals TensorFlow's enum value of the dtype of a neighbor: tf.float32
@@ -36,8 +35,6 @@ def contribution(name: str, rank: int) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def reduced() -> dict[str, list[list[Any]]]:
     """Results of all replicas, by bundle and by the dtype on the wire; computed in one program."""
-    import tensorflow as tf
-
     devices = [f"CPU:{i}" for i in range(REPLICAS)]
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
@@ -83,8 +80,6 @@ def test_many_leaves_on_a_narrow_wire(reduced: dict[str, list[list[Any]]]) -> No
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_empty_leaves_are_not_gathered(shape: tuple[int, ...]) -> None:
     """TensorFlow's gather of an empty tensor ends the process."""
-    import tensorflow as tf
-
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
 
     @tf.function(autograph=False)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import foreign_orders, reductions, sparse
+from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.places.window import OVER
-
-pytestmark = pytest.mark.needs("tensorflow")
 
 KNOWN = np.float32([1, 2])
 
@@ -26,8 +26,6 @@ def window(reduction: gc.Reduction) -> Callable[[Any], Any]:
 
 
 def slices(x: Any) -> Any:
-    import tensorflow as tf
-
     return tf.IndexedSlices(x, tf.range(tf.shape(x)[0]), tf.constant([4]))
 
 
@@ -49,8 +47,6 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_error_names_operation_and_leaf(name: str) -> None:
-    import tensorflow as tf
-
     where, call = REFUSED[name]
     traced = tf.function(call, input_signature=[tf.TensorSpec([None], tf.float32)], autograph=False)
     with pytest.raises(gc.GradCombineError, match=r"expected a shape that is known while tracing") as caught:
@@ -60,16 +56,12 @@ def test_the_error_names_operation_and_leaf(name: str) -> None:
 
 
 def test_rows_need_the_shape_of_the_dense_array() -> None:
-    import tensorflow as tf
-
     rows = tf.IndexedSlices(tf.constant([KNOWN]), tf.constant([0]))
     with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected tf.IndexedSlices with a constant dense"):
         gc.mean([{"w": rows}, {"w": KNOWN[None]}])
 
 
 def test_a_stated_shape_is_enough() -> None:
-    import tensorflow as tf
-
     def stated(x: Any) -> Any:
         return gc.add_n([tf.ensure_shape(x, [2]), KNOWN])
 
@@ -80,10 +72,6 @@ def test_a_stated_shape_is_enough() -> None:
 
 
 def test_a_step_knows_the_shapes_of_its_variables() -> None:
-    import tensorflow as tf
-
-    from gradcombine.integrations.tensorflow import AccumulatedStep
-
     w = tf.Variable([8.0, 8.0])
     step = AccumulatedStep(
         lambda x: ([tf.reduce_mean(x, axis=0)], tf.shape(x)[0]), [w], lambda grads, _: w.assign_sub(grads[0]), every=2

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import tensorflow as tf
+from jax.sharding import AxisType, PartitionSpec
 
 from gradcombine import foreign_orders
 from tests.foreign_orders.data import assert_same_bits, normal
@@ -14,44 +17,30 @@ FLOATING = ["float32", "bfloat16", "float16", "complex64"]
 
 
 def tensors(n: int, dtype: str = "float32") -> list[Any]:
-    import tensorflow as tf
-
     return [tf.constant(x) for x in normal(n, dtype=dtype)]
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("n", range(1, 34))
 def test_eager_addn(n: int) -> None:
-    import tensorflow as tf
-
     assert_same_bits(tf.add_n(tensors(n)), foreign_orders.addn_blocks(normal(n)))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize(
     "n", [n if n in (1, 2, 9, 12, 33) else pytest.param(n, marks=pytest.mark.full) for n in range(1, 34)]
 )
 def test_addn_under_jit_compile(n: int) -> None:
-    import tensorflow as tf
-
     assert_same_bits(tf.function(tf.add_n, jit_compile=True)(tensors(n)), foreign_orders.left_chain(normal(n)))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_addn_of_other_dtypes(dtype: str) -> None:
-    import tensorflow as tf
-
     values = normal(21, dtype=dtype)
     assert_same_bits(tf.add_n(tensors(21, dtype)), foreign_orders.addn_blocks(values))
     assert_same_bits(tf.function(tf.add_n, jit_compile=True)(tensors(21, dtype)), foreign_orders.left_chain(values))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("n", [3, 9, 10, 11, 12, 20, 33])
 def test_addn_in_a_graph_is_sorted_by_name(n: int) -> None:
-    import tensorflow as tf
-
     add = tf.function(tf.add_n)
     names = [tensor.op.name for tensor in add.get_concrete_function(tensors(n)).graph.inputs]
     received = add(tensors(n))
@@ -59,12 +48,9 @@ def test_addn_in_a_graph_is_sorted_by_name(n: int) -> None:
     assert (received.numpy() != foreign_orders.addn_blocks(normal(n))).any() == (n > 10)
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("n", [3, 9, 12, 20])
 @pytest.mark.parametrize("method", ["ADD_N", "EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N"])
 def test_aggregation_methods_become_one_addn(method: str, n: int) -> None:
-    import tensorflow as tf
-
     @tf.function
     def gradient(x: Any, terms: Any) -> Any:
         uses = [tf.identity(x) for _ in terms]
@@ -75,11 +61,8 @@ def test_aggregation_methods_become_one_addn(method: str, n: int) -> None:
     assert_same_bits(gradient(x, terms), foreign_orders.addn_blocks(normal(n), names))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("method", ["EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N"])
 def test_without_grappler_they_are_left_chains(method: str) -> None:
-    import tensorflow as tf
-
     with tf.Graph().as_default():
         config = tf.compat.v1.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -92,11 +75,8 @@ def test_without_grappler_they_are_left_chains(method: str) -> None:
     assert_same_bits(received, foreign_orders.left_chain(normal(20)))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize(("unshared", "reused"), [([], 0), ([0, 3], 0), ([3], 3), ([3, 5], 3), ([11], 11)])
 def test_addn_begins_with_the_buffer_that_it_reuses(unshared: list[int], reused: int) -> None:
-    import tensorflow as tf
-
     letters = "abcdefghijkl"
 
     @tf.function
@@ -111,7 +91,6 @@ def test_addn_begins_with_the_buffer_that_it_reuses(unshared: list[int], reused:
     assert_same_bits(received, foreign_orders.addn_blocks(normal(12), reused=reused))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "n",
@@ -125,8 +104,6 @@ def test_addn_begins_with_the_buffer_that_it_reuses(unshared: list[int], reused:
 )
 @pytest.mark.parametrize("operations", ["ReductionToOneDevice", "HierarchicalCopyAllReduce"])
 def test_cross_device_operations(operations: str, n: int, compiled: bool) -> None:
-    import tensorflow as tf
-
     strategy = tf.distribute.MirroredStrategy(
         [f"CPU:{i}" for i in range(n)], cross_device_ops=getattr(tf.distribute, operations)()
     )
@@ -153,10 +130,7 @@ def test_cross_device_operations(operations: str, n: int, compiled: bool) -> Non
     assert_same_bits(strategy.reduce(tf.distribute.ReduceOp.SUM, given, axis=None), foreign_orders.addn_blocks(values))
 
 
-@pytest.mark.needs("tensorflow")
 def test_rank_0_has_its_place_by_name_too() -> None:
-    import tensorflow as tf
-
     strategy = tf.distribute.MirroredStrategy(
         ["CPU:0", "CPU:1", "CPU:2"], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
@@ -179,14 +153,10 @@ def test_rank_0_has_its_place_by_name_too() -> None:
     assert (received.numpy() != foreign_orders.addn_blocks(values)).any()
 
 
-@pytest.mark.needs("jax")
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_psum(engine: str, n: int, dtype: str) -> None:
-    import jax
-    from jax.sharding import AxisType, PartitionSpec
-
     devices = jax.devices()[:n]
     values = normal(n, dtype=dtype)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gradcombine as gc
 from gradcombine import replicated
 from tests.spec.selection import cases
-
-pytestmark = pytest.mark.needs("jax")
 
 AXIS = gc.jax_axis("data")
 REPLICAS = 4
@@ -20,9 +20,6 @@ X = np.float32([[1, 2], [3, 5], [4, 7], [8, 6]])
 
 
 def _mesh() -> Any:
-    import jax
-    from jax.sharding import AxisType
-
     return jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:REPLICAS])
 
 
@@ -33,9 +30,6 @@ QUICK = [("mean", "on_write"), ("sum", "on_read"), ("only_first_replica", "on_re
 @pytest.mark.parametrize(("aggregation", "synchronization"), cases(QUICK, AGGREGATIONS, SYNCHRONIZATIONS))
 def test_a_loop_under_check_vma(aggregation: str, synchronization: str) -> None:
     """A write keeps the type of the state; with ON_WRITE, the result is one replicated array."""
-    import jax
-    from jax.sharding import PartitionSpec
-
     variable = replicated.variable(aggregation, synchronization, over=AXIS)
 
     def block(x: Any) -> Any:
@@ -52,9 +46,6 @@ def test_a_loop_under_check_vma(aggregation: str, synchronization: str) -> None:
 @pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
 def test_a_loop_of_assignments_under_check_vma(synchronization: str) -> None:
     """The assigned value is equal on all replicas; the state keeps its initial type."""
-    import jax
-    from jax.sharding import PartitionSpec
-
     variable = replicated.variable("mean", synchronization, over=AXIS)
 
     def block(x: Any) -> Any:
@@ -69,8 +60,6 @@ def test_a_loop_of_assignments_under_check_vma(synchronization: str) -> None:
 
 
 def test_made_outside_of_the_axis() -> None:
-    import jax
-
     variable = replicated.variable("sum", "on_read", over=AXIS)
     state = variable.init({"n": np.float32([10, 20])})
 
@@ -86,9 +75,6 @@ def test_made_outside_of_the_axis() -> None:
 
 def test_stacked_and_sharded() -> None:
     """The components are one array in one program, along an axis that is sharded over devices."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
     variable = replicated.variable("mean", "on_read", over=replicated.stacked(REPLICAS))
     sharding = NamedSharding(_mesh(), PartitionSpec("data"))
     state = jax.device_put(variable.init(jax.numpy.zeros(2)), sharding)
@@ -100,8 +86,6 @@ def test_stacked_and_sharded() -> None:
 @pytest.mark.parametrize(("aggregation", "synchronization"), cases(QUICK, AGGREGATIONS, SYNCHRONIZATIONS))
 def test_stacked_has_the_bits_of_replicas(aggregation: str, synchronization: str) -> None:
     """NumPy with all components and JAX with one per replica have the same bits, by the canonical order."""
-    import jax
-
     values = np.random.default_rng(0).standard_normal((3, REPLICAS, 5)).astype(np.float32)
 
     def program(variable: Any, x: Any, y: Any, z: Any) -> Any:
@@ -129,9 +113,6 @@ def test_outside_of_the_axis_a_write_is_refused() -> None:
 @pytest.mark.full
 def test_a_value_that_is_summed_already_is_refused() -> None:
     """With check_vma, a value of invariant type cannot be one replica's contribution."""
-    import jax
-    from jax.sharding import PartitionSpec
-
     variable = replicated.variable("sum", over=AXIS)
 
     def block(x: Any) -> Any:
@@ -149,8 +130,6 @@ def _bits(x: Any) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["key", "float0"])
 def test_what_holds_no_numbers_is_refused(kind: str) -> None:
     """Instead of dropping the write."""
-    import jax
-
     value = jax.random.key(1) if kind == "key" else np.zeros((), jax.dtypes.float0)
     variable = replicated.variable("none", "on_read", over=gc.LOCAL)
     with pytest.raises(gc.GradCombineError, match=r"^replicated\.init: "):

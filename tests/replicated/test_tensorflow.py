@@ -6,19 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import replicated
 from tests.replicated.places import tf_strategy
 
-pytestmark = pytest.mark.needs("tensorflow")
-
 X = np.float32([[1, 2], [3, 5], [4, 7]])
 
 
 def _on_replicas(step: Any, compiled: bool) -> list[Any]:
-    import tensorflow as tf
-
     strategy = tf_strategy(len(X))
     own = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(X[context.replica_id_in_sync_group])
@@ -43,8 +40,6 @@ def test_on_write_inside_run(compiled: bool, aggregation: str, added: list[float
 
 
 def test_integer_shares_inside_run() -> None:
-    import tensorflow as tf
-
     variable = replicated.variable("sum", "on_read", over=gc.tf_replicas())
 
     def step(value: Any) -> Any:
@@ -54,8 +49,6 @@ def test_integer_shares_inside_run() -> None:
 
 
 def test_sparse_values_are_added_where_they_are() -> None:
-    import tensorflow as tf
-
     variable = replicated.variable("sum", over=gc.tf_replicas())
 
     def step(value: Any) -> Any:
@@ -69,8 +62,6 @@ def test_sparse_values_are_added_where_they_are() -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int64])
 def test_integers_from_outside(dtype: Any) -> None:
     """All components in one tensor, as the stacked result of experimental_local_results."""
-    import tensorflow as tf
-
     variable = replicated.variable("sum", "on_read", over=replicated.stacked(3))
     state = variable.assign_sub(variable.init(tf.constant(9, dtype)), tf.constant([1, 2, 3], dtype))
     assert state.value.numpy().tolist() == [8, 7, 6]

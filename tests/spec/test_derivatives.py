@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
+from jax.sharding import AxisType, PartitionSpec
 
 import gradcombine as gc
 from gradcombine import noise, reductions, sparse
@@ -120,8 +124,6 @@ def over_time(reduction: gc.Reduction, xs: Any, ws: Any, order: Any = "sequentia
 
 
 def scanned(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
-    import jax
-
     acc = gc.accumulate(reduction, every=N)
     return acc.value(jax.lax.scan(lambda s, x: (acc.update(x[0], s, x[1]), None), acc.init(xs[0]), (xs, ws))[0])
 
@@ -133,9 +135,6 @@ def merged(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
 
 def over_replicas(kind: str, through_a_state: bool = False) -> Callable[..., Any]:
     """Divides each replica's result by the number of replicas, so that their sum is one result."""
-    import jax
-    from jax.sharding import AxisType, PartitionSpec
-
     axis = gc.jax_axis("data")
 
     def mapped(body: Any) -> Any:
@@ -170,8 +169,6 @@ def jax_derivatives(
     place: Callable[..., Any], reduction: gc.Reduction, second: str, x: np.ndarray = X
 ) -> list[list[float]]:
     """First derivatives by the inner mode of each of `SECOND_ORDERS`, second ones by the outer mode over it."""
-    import jax
-    import jax.numpy as jnp
 
     def loss(xs: Any, ws: Any) -> Any:
         return sum((y * y * FACTORS).sum() for y in jax.tree.leaves(place(reduction, xs, ws)))
@@ -198,8 +195,6 @@ def jax_derivatives(
 
 def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np.ndarray = X) -> list[list[float]]:
     """Derivatives by reverse mode, by reverse over reverse mode, and by forward mode around both."""
-    import tensorflow as tf
-
     along = [tf.constant(ALONG_X), tf.constant(ALONG_W)]
 
     def loss(*inputs: Any) -> Any:
@@ -232,67 +227,47 @@ def check(received: list[list[float]], expected: tuple[float, float]) -> None:
 SECOND = pytest.mark.parametrize(
     "second", ["forward over reverse", *(pytest.param(x, marks=FULL) for x in list(SECOND_ORDERS)[1:])]
 )
-QUICK_ORDERS = (("list", "reverse over forward"), ("shard_map", "forward over reverse"))
-JAX_PLACES: dict[str, Callable[[], Any]] = {
-    "list": lambda: listed,
-    "vmap": lambda: over_replicas("vmap"),
-    "shard_map": lambda: over_replicas("shard_map"),
-    "shard_map_unchecked": lambda: over_replicas("shard_map_unchecked"),
-}
-JAX_STATES: dict[str, Callable[[], Any]] = {
-    "time": lambda: over_time,
-    "time, order tree": lambda: lambda *inputs: over_time(*inputs, order="tree"),
-    "scan": lambda: scanned,
-    "merge": lambda: merged,
-    "merge_replicas": lambda: over_replicas("shard_map", through_a_state=True),
+JAX_PLACES = {"list": listed} | {kind: over_replicas(kind) for kind in ("vmap", "shard_map", "shard_map_unchecked")}
+JAX_STATES: dict[str, Callable[..., Any]] = {
+    "time": over_time,
+    "time, order tree": partial(over_time, order="tree"),
+    "scan": scanned,
+    "merge": merged,
+    "merge_replicas": over_replicas("shard_map", through_a_state=True),
 }
 
 
 @pytest.mark.full
-@pytest.mark.needs("jax")
-@pytest.mark.parametrize(
-    ("place", "second"),
-    [
-        pytest.param(place, second, marks=[FULL] if (place, second) not in QUICK_ORDERS else [])
-        for place in ("list", "vmap", "shard_map", "shard_map_unchecked")
-        for second in SECOND_ORDERS
-    ],
-)
+@pytest.mark.parametrize("second", SECOND_ORDERS)
+@pytest.mark.parametrize("place", JAX_PLACES)
 def test_exact_in_one_call_in_jax(place: str, second: str) -> None:
-    check(jax_derivatives(JAX_PLACES[place](), EXACT["mean"], second), true_derivatives(FORMULAS["mean"]))
+    check(jax_derivatives(JAX_PLACES[place], EXACT["mean"], second), true_derivatives(FORMULAS["mean"]))
 
 
 @pytest.mark.cpus
-@pytest.mark.needs("jax")
 @SECOND
 @pytest.mark.parametrize(
     "place", [pytest.param("time", marks=FULL), "scan", pytest.param("merge_replicas", marks=FULL)]
 )
 def test_exact_through_states_in_jax(place: str, second: str) -> None:
     reduction = reductions.differentiable(EXACT["mean"])
-    check(jax_derivatives(JAX_STATES[place](), reduction, second), true_derivatives(FORMULAS["mean"]))
+    check(jax_derivatives(JAX_STATES[place], reduction, second), true_derivatives(FORMULAS["mean"]))
 
 
 @pytest.mark.cpus
 @pytest.mark.sampled
-@pytest.mark.needs("jax")
 @pytest.mark.parametrize("place", JAX_STATES)
 @pytest.mark.parametrize("of", ["contributions", "weights"])
 def test_a_derivative_through_integers_is_refused_in_jax(place: str, of: str) -> None:
-    import jax
-
     def loss(xs: Any, ws: Any) -> Any:
-        return JAX_STATES[place]()(EXACT["mean"], xs, ws).sum()
+        return JAX_STATES[place](EXACT["mean"], xs, ws).sum()
 
     with pytest.raises(gc.GradCombineError, match=r"mean: expected reductions\.differentiable"):
         jax.eval_shape(jax.grad(loss, argnums=0 if of == "contributions" else 1), X, W)
     jax.eval_shape(loss, X, W)
 
 
-@pytest.mark.needs("jax")
 def test_a_state_beside_a_derivative_is_no_derivative() -> None:
-    import jax
-
     acc = gc.accumulate(EXACT["sum"], every=2)
 
     def loss(x: Any) -> Any:
@@ -304,7 +279,6 @@ def test_a_state_beside_a_derivative_is_no_derivative() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.needs("jax")
 @SECOND
 @pytest.mark.parametrize(
     "name",
@@ -319,16 +293,14 @@ def test_other_reductions_in_jax(name: str, second: str) -> None:
     check(jax_derivatives(listed, reduction, second), true_derivatives(formula))
 
 
-@pytest.mark.needs("jax")
 @SECOND
 def test_noise_scale_in_jax(second: str) -> None:
     received = jax_derivatives(noise_listed, reductions.mean(), second)
     check(received, true_derivatives(noise_formula))
 
 
-@pytest.mark.needs("tensorflow")
 def test_noise_scale_in_tensorflow() -> None:
-    received = tensorflow_derivatives(TF_WRAPS["eager"](), noise_listed, reductions.mean())
+    received = tensorflow_derivatives(TF_WRAPS["eager"], noise_listed, reductions.mean())
     check(received, true_derivatives(noise_formula))
 
 
@@ -337,11 +309,8 @@ def rows_loss(xs: Any, ws: Any) -> Any:
     return (result * result * FACTORS).sum()
 
 
-@pytest.mark.needs("jax")
 def test_rows_in_jax() -> None:
     """Forward mode works; reverse mode works eagerly only, as JAX raises for a loop in compiled code."""
-    import jax
-
     _, along = jax.jvp(jax.jit(rows_loss), (X, W), (ALONG_X, ALONG_W))
     np.testing.assert_allclose(along, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
     with pytest.raises(ValueError, match="Reverse-mode"):
@@ -349,10 +318,7 @@ def test_rows_in_jax() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.needs("jax")
 def test_rows_in_eager_reverse_mode() -> None:
-    import jax
-
     by_x, by_w = jax.grad(rows_loss, (0, 1))(X, W)
     along = (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()
     np.testing.assert_allclose(along, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
@@ -361,39 +327,28 @@ def test_rows_in_eager_reverse_mode() -> None:
 AT_ZERO = np.array([[0, -2], [-1, 0], [-3, -1]], np.float32)
 
 
-@pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_extrema_at_zero_in_jax(name: str) -> None:
-    import jax
-
     sign = 1 if name == "max" else -1
     gradient = jax.grad(lambda xs: listed(OTHERS[name][0], xs, W).sum())(sign * AT_ZERO)
     np.testing.assert_array_equal(gradient, (AT_ZERO == 0).astype(np.float32))
 
 
-TF_WRAPS: dict[str, Callable[[], Any]] = {
-    "eager": lambda: lambda function: function,
-    "function": lambda: _tf().function,
-    "xla": lambda: lambda function: _tf().function(function, jit_compile=True),
+TF_WRAPS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda function: function,
+    "function": tf.function,
+    "xla": partial(tf.function, jit_compile=True),
 }
 
 
-def _tf() -> Any:
-    import tensorflow
-
-    return tensorflow
-
-
 @pytest.mark.sampled
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("place", [listed, over_time])
 @pytest.mark.parametrize("wrap", ["eager", "function", pytest.param("xla", marks=pytest.mark.slow)])
 def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
     reduction = EXACT["mean"] if place is listed else reductions.differentiable(EXACT["mean"])
-    check(tensorflow_derivatives(TF_WRAPS[wrap](), place, reduction), true_derivatives(FORMULAS["mean"]))
+    check(tensorflow_derivatives(TF_WRAPS[wrap], place, reduction), true_derivatives(FORMULAS["mean"]))
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize(
     ("wrap", "of"),
     cases(
@@ -403,8 +358,6 @@ def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
     ),
 )
 def test_a_derivative_through_integers_is_refused_in_tensorflow(wrap: str, of: str) -> None:
-    import tensorflow as tf
-
     def gradient(*inputs: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(inputs[of == "weights"])
@@ -412,13 +365,10 @@ def test_a_derivative_through_integers_is_refused_in_tensorflow(wrap: str, of: s
         return tape.gradient(result, inputs[of == "weights"])
 
     with pytest.raises(gc.GradCombineError, match=r"mean: expected reductions\.differentiable"):
-        TF_WRAPS[wrap]()(gradient)(tf.constant(X), tf.constant(W))
+        TF_WRAPS[wrap](gradient)(tf.constant(X), tf.constant(W))
 
 
-@pytest.mark.needs("tensorflow")
 def test_forward_mode_within_a_graph_is_refused() -> None:
-    import tensorflow as tf
-
     @tf.function
     def along(xs: Any, ws: Any) -> Any:
         with tf.autodiff.ForwardAccumulator(xs, tf.constant(ALONG_X)) as accumulator:
@@ -430,20 +380,16 @@ def test_forward_mode_within_a_graph_is_refused() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_reductions_in_tensorflow(name: str) -> None:
     reduction, formula = OTHERS[name]
-    check(tensorflow_derivatives(TF_WRAPS["eager"](), listed, reduction), true_derivatives(formula))
+    check(tensorflow_derivatives(TF_WRAPS["eager"], listed, reduction), true_derivatives(formula))
 
 
 @pytest.mark.sampled
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("order", ["tree", "sequential"])
 @pytest.mark.parametrize("reduction", [reductions.mean(), EXACT["mean"]], ids=["fast", "exact"])
 def test_means_over_the_replicas_of_tensorflow(reduction: gc.Reduction, order: Any) -> None:
-    import tensorflow as tf
-
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(N)], tf.distribute.ReductionToOneDevice())
 
     def slope(x: Any, w: Any, along_x: Any, along_w: Any) -> Any:
@@ -468,11 +414,8 @@ DYADIC = np.array([[1, -2], [2, 3], [-1, 4]], np.float32), np.array([1, 3, 4], n
 UNCHECKED = [name if name in QUICK else pytest.param(name, marks=FULL) for name in OTHERS if name != "checked"]
 
 
-@pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", UNCHECKED)
 def test_a_function_that_is_compiled_already_has_its_derivative(name: str) -> None:
-    import jax
-
     reduction, formula = OTHERS[name]
 
     @jax.jit
