@@ -55,17 +55,6 @@ def test_aggregation_methods_are_accepted(method: tuple[str, str]) -> None:
     np.testing.assert_array_equal(gc.add_n(VALUES, value), gc.add_n(VALUES, method[1]))
 
 
-def test_sums_are_differentiable() -> None:
-    @tf.function
-    def gradient(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = gc.add_n([x * 2, x * 3])
-        return tape.gradient(y, x)
-
-    np.testing.assert_array_equal(gradient(tf.ones(2)), [5, 5])
-
-
 def test_tracing_does_not_rewrite_the_library() -> None:
     """By default, AutoGraph would convert the source of every function that is called."""
     acc = gc.accumulate(reductions.mean(), every=2)
@@ -79,10 +68,9 @@ def test_tracing_does_not_rewrite_the_library() -> None:
     assert hasattr(marked, "autograph_info__")
 
 
-@pytest.mark.parametrize("bad", [1.0, np.inf])
 @pytest.mark.parametrize("has_shape", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
-def test_zeroed_keeps_indexed_slices(traced: bool, has_shape: bool, bad: float) -> None:
+def test_zeroed_keeps_indexed_slices(traced: bool, has_shape: bool) -> None:
     acc = gc.accumulate(reductions.zeroed(reductions.row_mean(capacity=4)), every=2)
     shape = tf.constant([4, 1]) if has_shape else None
 
@@ -93,6 +81,6 @@ def test_zeroed_keeps_indexed_slices(traced: bool, has_shape: bool, bad: float) 
         return gc.sparse.to_dense(acc.value(state))
 
     run = tf.function(window) if traced else window
-    result = run(tf.constant([[1.0], [2.0]]), tf.constant([[bad], [4.0]]))
-    expected = 4.0 if np.isfinite(bad) else 3.0
-    np.testing.assert_array_equal(result, [[0], [expected], [0], [0]])
+    for bad, expected in ((1.0, 4.0), (np.inf, 3.0)):
+        result = run(tf.constant([[1.0], [2.0]]), tf.constant([[bad], [4.0]]))
+        np.testing.assert_array_equal(result, [[0], [expected], [0], [0]])
