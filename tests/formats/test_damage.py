@@ -217,5 +217,5 @@ def test_a_file_that_ends_in_a_cycle_is_closed(tmp_path: Path) -> None:
             cycle: list[Any] = [next(pieces), pieces, entries]
             cycle.append(cycle)
             del entries, pieces, cycle
-            gc.collect()
+        gc.collect()
     assert not [x for x in caught if x.category is ResourceWarning]
