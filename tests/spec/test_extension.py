@@ -16,8 +16,7 @@ from tests.spec import modes
 from tests.spec.programs import rows
 from tests.spec.selection import among
 
-QUICK = ("numpy", "jax_shard_map", "tf_function")
-MODES = (*QUICK, "jax_scan", "jax_vmap", "jax_shard_map_scan", "tf_xla", "tf_mirrored")
+MODES = ("numpy", "jax_shard_map", "tf_function", "jax_scan", "jax_vmap", "jax_shard_map_scan", "tf_xla", "tf_mirrored")
 
 
 class Sums(NamedTuple):
@@ -123,8 +122,7 @@ def observed(name: str, value: Any) -> list[Any]:
     return list(value) if name == "squares" else [value["w"]]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", among(QUICK, MODES))
+@pytest.mark.parametrize("name", among((), MODES))
 def test_what_is_defined_and_wrapped_is_the_same_in_every_place(name: str) -> None:
     """Includes traced weights, one of them 0, a leaf that is None, and a contribution with an infinity."""
     mode = modes.get(name)
