@@ -41,6 +41,18 @@ class Kind(NamedTuple):
         return Kind(self.valid, {name: x for name, x in self.mistakes.items() if name not in accepted})
 
 
+def refusal(call: Callable[[], Any]) -> str:
+    """Empty if the call raises one short GradCombineError with an operation; otherwise what it did instead."""
+    try:
+        call()
+    except gc.GradCombineError as error:
+        text = str(error)
+        return "" if error.operation and len(text) < 800 and len(text.splitlines()) == 1 else text
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 LEAVES: dict[str, Any] = {
     "a string": "text",
     "bytes": b"text",
