@@ -103,6 +103,13 @@ def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> No
     assert Fraction(float(result["mean"][0])) == exact.round_to(total / 4, dtype)
 
 
+def test_300_ones_in_bfloat16() -> None:
+    """A bfloat16 accumulator stops at 256; Keras' running mean ends at 0.85."""
+    ones = [np.ones(1, ml_dtypes.bfloat16)] * 300
+    assert float(gc.add_n(ones)[0]) == 300
+    assert float(gc.mean(ones)[0]) == 1
+
+
 @unrolled
 @communicating
 def test_output_dtype(mode: modes.Mode) -> None:
