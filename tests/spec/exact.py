@@ -129,3 +129,75 @@ def at_once(reduction: Any, state: Any, trees: Sequence[Any], weights: Sequence[
         total = cell.add_weight(backend, total, w)
     count = state.count + np.int32(len([w for w in parsed if w.known != 0]))
     return flat.rebuild(state, values, total, count)
+
+
+def patterns(n: int, size: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Named terms of exact sums, each of shape (n, size)."""
+    rng, info = np.random.default_rng(n), np.finfo(dtype)
+    bits = rng.integers(0, 2**info.bits, (n, size), f"u{info.bits // 8}").view(dtype)
+    every_exponent = np.where(np.isfinite(bits), bits, dtype(1))
+    full = np.full((n, size), np.nextafter(dtype(2**16), dtype(0)))
+    normal = rng.normal(size=(n, size)).astype(dtype)
+    cancelling = normal.copy()
+    cancelling[n // 2 : 2 * (n // 2)] = -normal[: n // 2]
+    cancelling[0] *= np.sqrt(info.eps)
+    whole, decades = 2 ** (info.nmant + 1), 8 if dtype == np.float32 else 20
+    return {
+        "every exponent": every_exponent,
+        "every exponent, rising": np.take_along_axis(every_exponent, np.argsort(np.abs(every_exponent), 0), 0),
+        "all digits full": full,
+        "all digits full, negative": -full,
+        "normal": normal,
+        "one magnitude": (1 + rng.random((n, size))).astype(dtype),
+        "cancelling": cancelling,
+        "subnormal": (rng.integers(-whole, whole, (n, size)) * float(info.smallest_subnormal)).astype(dtype),
+        "many decades": (rng.normal(size=(n, size)) * 10.0 ** rng.integers(-decades, decades + 1, (n, size))).astype(
+            dtype
+        ),
+    }
+
+
+def specials(dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Contributions of shape (3, n), and the elements of their exact sum."""
+    info = np.finfo(dtype)
+    inf, nan, most, tie = np.inf, np.nan, float(info.max), 2.0 ** (info.nmant + 1)
+    tiny, normal = float(info.smallest_subnormal), float(info.smallest_normal)
+    columns = {
+        "+inf": ([1, inf, 2], inf),
+        "-inf": ([-inf, 1, -inf], -inf),
+        "both": ([inf, 1, -inf], nan),
+        "NaN": ([1, nan, inf], nan),
+        "overflow": ([most, most, 1], inf),
+        "no overflow after all": ([most, most, -most], most),
+        "-0": ([-0.0, -0.0, -0.0], 0.0),
+        "cancelled": ([1.5, -1.5, -0.0], 0.0),
+        "subnormal": ([tiny, tiny, 510 * tiny], 512 * tiny),
+        "into the subnormal": ([normal, -normal / 2, tiny], normal / 2 + tiny),
+        "a tie": ([tie, 1, 2.0**-10], tie + 2),
+    }
+    values, sums = zip(*columns.values(), strict=True)
+    return np.asarray(values, dtype).T, np.asarray(sums, dtype)
+
+
+def merged(reduction: Any, fold: Callable[[Any], Any], x: np.ndarray, rng: np.random.Generator) -> Any:
+    """The state of the rows of x, shuffled, folded in random groups and merged in random order."""
+    groups = np.array_split(rng.permutation(x), min(len(x), int(rng.integers(1, 9))))
+    states = [fold(group) for group in groups]
+    while len(states) > 1:
+        i, j = sorted(rng.choice(len(states), 2, replace=False))
+        states = [s for k, s in enumerate(states) if k not in (i, j)] + [reduction.merge(states[j], states[i])]
+    return states[0]
+
+
+def assert_within_bound(result: np.ndarray, x: np.ndarray) -> None:
+    """The error of an exact sum in words of w bits is at most (n - 1) 2**-w max |x| + ulp / 2."""
+    info = np.finfo(x.dtype)
+    assert result.dtype == x.dtype
+    for column, received in zip(x.T, result, strict=True):
+        terms = [Fraction(float(v)) for v in column]
+        total, lost = sum(terms, Fraction(0)), (len(terms) - 1) * max(map(abs, terms)) / 2**info.bits
+        if np.isfinite(received):
+            half = Fraction(float(np.spacing(np.abs(received)))) / 2
+            assert abs(Fraction(float(received)) - total) <= lost + half
+        else:
+            assert abs(total) + lost >= Fraction(float(info.max))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from typing import Any
 
@@ -13,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcombine as gc
-from gradcombine import reductions, tree
+from gradcombine import reductions
 from gradcombine.reductions.cell import parts
 from tests.spec import exact, modes
 from tests.spec.data import CLOSE, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
-from tests.spec.selection import among, traced_quickly, unrolled
+from tests.spec.selection import among, unrolled
 
 NAMES = ("sum", "mean")
 
@@ -101,29 +100,11 @@ WEIGHTS = np.int32([5000, 0, 2**20 + 1])
 STREAM = Stream(len(WEIGHTS))
 
 
-def patterns(n: int, size: int) -> dict[str, np.ndarray]:
-    """Named test data, each of shape (n, size)."""
-    rng = np.random.default_rng(n)
-    normal = rng.normal(size=(n, size)).astype(np.float32)
-    bits = rng.integers(0, 2**32, (n, size), dtype=np.uint32).view(np.float32)
-    cancelling = normal.copy()
-    cancelling[n // 2 : 2 * (n // 2)] = -normal[: n // 2]
-    cancelling[0] *= np.float32(1e-4)
-    return {
-        "every exponent": np.where(np.isfinite(bits), bits, np.float32(1)),
-        "normal": normal,
-        "one magnitude": (1 + rng.random((n, size))).astype(np.float32),
-        "cancelling": cancelling,
-        "subnormal": (rng.integers(-(2**24), 2**24, (n, size)) * 2.0**-149).astype(np.float32),
-        "sixteen decades": (rng.normal(size=(n, size)) * 10.0 ** rng.integers(-8, 9, (n, size))).astype(np.float32),
-    }
-
-
 @pytest.mark.full
 @unrolled
 def test_all_modes_have_the_same_digits(mode: modes.Mode) -> None:
     """Holds for subnormal numbers and every exponent too, unlike plain sums."""
-    for kind, x in patterns(len(WEIGHTS), 512).items():
+    for kind, x in exact.patterns(len(WEIGHTS), 512).items():
         data = {"x": x, "weights": WEIGHTS}
         (result,) = mode.run(STREAM, [data])
         (reference,) = modes.get("numpy").run(STREAM, [data])
@@ -133,21 +114,13 @@ def test_all_modes_have_the_same_digits(mode: modes.Mode) -> None:
             np.testing.assert_array_equal(word, expected, kind)
 
 
-def folded(x: np.ndarray, grouping: np.random.Generator | None = None) -> Any:
-    """The state after all rows of x, in order, or shuffled and merged in random groups if ``grouping`` is passed."""
+def folded(x: np.ndarray) -> Any:
+    """The state after all rows of x, in order."""
     reduction = reductions.sum("exact")
-    empty = reduction.init(x[0])
-    if grouping is None:
-        state = empty
-        for row in x:
-            state = reduction.update(state, row)
-        return state
-    groups = np.array_split(grouping.permutation(x), min(len(x), int(grouping.integers(1, 9))))
-    states = [folded(group) for group in groups if len(group)]
-    while len(states) > 1:
-        i, j = sorted(grouping.choice(len(states), 2, replace=False))
-        states = [s for k, s in enumerate(states) if k not in (i, j)] + [reduction.merge(states[j], states[i])]
-    return states[0]
+    state = reduction.init(x[0])
+    for row in x:
+        state = reduction.update(state, row)
+    return state
 
 
 ALL = "all kinds side by side"
@@ -156,7 +129,7 @@ ALL = "all kinds side by side"
 @pytest.mark.parametrize(
     ("n", "kind"),
     [
-        *((n, kind) for n in (1, 2, 3, 16) for kind in patterns(2, 2)),
+        *((n, kind) for n in (1, 2, 3, 16) for kind in exact.patterns(2, 2)),
         (64, ALL),
         (256, ALL),
         pytest.param(512, ALL, marks=pytest.mark.full),
@@ -164,38 +137,15 @@ ALL = "all kinds side by side"
     ],
 )
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
-    """Permutations and merge trees change no bit; the error is at most (n - 1) 2**-32 max |x| + ulp / 2."""
-    kinds = patterns(n, 64 if n <= 64 else 8)
+    """Permutations and merge trees change no bit."""
+    kinds, reduction = exact.patterns(n, 64 if n <= 64 else 8), reductions.sum("exact")
     x = np.concatenate(list(kinds.values()), axis=1) if kind == ALL else kinds[kind]
     state = folded(x)
-    result = reductions.sum("exact").finalize(state)
+    exact.assert_within_bound(reduction.finalize(state), x)
     for seed in range(3):
-        other = folded(x, np.random.default_rng(seed))
+        other = exact.merged(reduction, folded, x, np.random.default_rng(seed))
         for a, b in zip(parts(state.value), parts(other.value), strict=True):
             np.testing.assert_array_equal(a, b)
-    for column, received in zip(x.T, result, strict=True):
-        total = sum((Fraction(float(v)) for v in column), Fraction(0))
-        lost = (n - 1) * Fraction(1, 2**32) * Fraction(float(np.abs(column).max()))
-        if not math.isfinite(received):
-            assert abs(total) + lost >= Fraction(float(np.finfo(np.float32).max))
-            continue
-        half = Fraction(float(np.spacing(np.abs(received)))) / 2
-        assert abs(Fraction(float(received)) - total) <= lost + half
-
-
-INF, NAN, MOST = np.inf, np.nan, float(np.finfo(np.float32).max)
-SPECIAL = {
-    "+inf": ([1, INF, 2], INF),
-    "-inf": ([-INF, 1, -INF], -INF),
-    "both": ([INF, 1, -INF], NAN),
-    "NaN": ([1, NAN, INF], NAN),
-    "overflow": ([MOST, MOST, 1], INF),
-    "no overflow after all": ([MOST, MOST, -MOST], MOST),
-    "-0": ([-0.0, -0.0, -0.0], 0.0),
-    "cancelled": ([1.5, -1.5, -0.0], 0.0),
-    "subnormal": ([2.0**-149, 2.0**-149, -(2.0**-148) + 2.0**-140], 2.0**-140),
-    "into the subnormal": ([2.0**-126, -(2.0**-127), 2.0**-149], 2.0**-127 + 2.0**-149),
-}
 
 
 def specials(env: modes.Env, data: Any) -> Any:
@@ -204,9 +154,9 @@ def specials(env: modes.Env, data: Any) -> Any:
 
 @unrolled
 def test_specials(mode: modes.Mode) -> None:
-    columns = np.float32([values for values, _ in SPECIAL.values()])
-    (result,) = mode.run(specials, [columns.T])
-    np.testing.assert_array_equal(exact.bits(result), exact.bits(np.float32([e for _, e in SPECIAL.values()])))
+    values, expected = exact.specials()
+    (result,) = mode.run(specials, [values])
+    np.testing.assert_array_equal(exact.bits(result), exact.bits(expected))
 
 
 @unrolled
@@ -229,37 +179,7 @@ def summed(env: modes.Env, data: Any) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.needs("jax", "tensorflow")
-def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> None:
-    """MirroredStrategy on 2 replicas, shard_map on 4, and a NumPy loop saved and restored after each update."""
-    rng = np.random.default_rng(7)
-    data = {
-        "values": {"w": rng.normal(size=(4, 5)).astype(np.float32), "scalar": rng.normal(size=4).astype(np.float32)},
-        "weights": rng.integers(1, 500, 4).astype(np.float32),
-    }
-    program = Combine("time x replicas", "sequential", ("mean",), "exact")
-    replicated = []
-    for name, replicas in (("tf_mirrored", 2), ("jax_shard_map", 4)):
-        dealt = deal(shuffled(data, replicas), replicas)
-        replicated += [result["mean"] for result in modes.get(name).run(program, dealt)]
-    acc = gc.accumulate(reductions.mean("exact"), every=4)
-    order = rng.permutation(4)
-    state = acc.init({name: x[0] for name, x in data["values"].items()})
-    for i in order:
-        state = acc.update({name: x[i] for name, x in data["values"].items()}, state, data["weights"][i])
-        leaves, structure = tree.flatten(state)
-        saved = [None if x is None else (x.tobytes(), x.dtype, x.shape) for x in leaves]
-        loaded = (None if x is None else np.frombuffer(x[0], x[1]).reshape(x[2]) for x in saved)
-        state = tree.unflatten(structure, loaded)
-    loop = acc.value(state)
-    for result in replicated:
-        for leaf in ("w", "scalar"):
-            np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
-
-
-@pytest.mark.full
 @unrolled
-@traced_quickly(("jax_jit",))
 def test_whole_weights_multiply_exactly(mode: modes.Mode) -> None:
     """Holds for token counts so large that float32 would round the weight, the product and the sum of weights."""
     x = np.float32([[1.1, -3.3e7], [2.7, 1.3], [-0.3, 7.7e-3]])
