@@ -113,7 +113,7 @@ def test_a_window_of_weight_0_leaves_the_residual() -> None:
         return [state.levels[0].residual for state in (first, second)], acc.value(second)
 
     grads = np.random.default_rng(1).standard_normal((2, 3, 5)).astype(np.float32)
-    (first, second), value = jax.vmap(two_windows, axis_name="data")(grads)
+    (first, second), value = jax.jit(jax.vmap(two_windows, axis_name="data"))(grads)
     assert np.any(first) and not np.any(value)
     np.testing.assert_array_equal(second, first)
 
@@ -193,7 +193,7 @@ def test_a_window_after_an_exact_exchange_begins_with_minus_0(n: int) -> None:
         return acc.update(-0.0 * x, state).levels[0].state.value
 
     grads = np.arange(1, 1 + n * 6).reshape(n, 2, 3).astype(np.float32) % 8 + 1
-    assert np.signbit(jax.vmap(two_windows, axis_name="data")(grads)).all()
+    assert np.signbit(jax.jit(jax.vmap(two_windows, axis_name="data"))(grads)).all()
 
 
 def test_a_residual_is_saved(tmp_path: Path) -> None:
