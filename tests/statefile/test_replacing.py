@@ -67,25 +67,27 @@ FULL_DISK = """
 import resource, sys
 import numpy as np
 from gradcombine import reductions, statefile
-first, path = reductions.first(), sys.argv[1]
-statefile.save(path, first, first.init({"w": np.zeros(5_000, np.float32)}))
-before = open(path, "rb").read()
-for limit in (0, 10, 100, 1_000, 10_000, 20_000, len(before) - 1):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        statefile.save(path, first, first.init({"w": np.ones(5_000, np.float32)}))
-    except OSError as error:
-        print(limit, error.strerror)
-    assert open(path, "rb").read() == before
+first = reductions.first()
+for path in sys.argv[1:]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    statefile.save(path, first, first.init({"w": np.zeros(5_000, np.float32)}))
+    before = open(path, "rb").read()
+    for limit in (0, 10, 100, 1_000, 10_000, 20_000, len(before) - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            statefile.save(path, first, first.init({"w": np.ones(5_000, np.float32)}))
+        except OSError as error:
+            print(limit, error.strerror)
+        assert open(path, "rb").read() == before
 """
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_full_disk_is_the_same_error_in_every_format(tmp_path: Path, suffix: str) -> None:
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / f"a{suffix}")]
+def test_a_full_disk_is_the_same_error_in_every_format(tmp_path: Path) -> None:
+    names = [f"a{suffix}" for suffix in SUFFIXES]
+    command = [sys.executable, "-c", FULL_DISK, *(str(tmp_path / name) for name in names)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [line.partition(" ")[2] for line in done.stdout.splitlines()] == [os.strerror(errno.EFBIG)] * 7
-    assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
+    assert [line.partition(" ")[2] for line in done.stdout.splitlines()] == [os.strerror(errno.EFBIG)] * 7 * len(names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize("dangling", [False, True])

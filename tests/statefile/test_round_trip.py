@@ -128,12 +128,6 @@ def test_another_program_can_read_an_npz_file_as_documented(tmp_path: Path) -> N
     assert done.stdout == "bfloat16 [1.5, -2.0]\n"
 
 
-def test_importing_the_package_does_not_import_safetensors() -> None:
-    code = "import sys, gradcombine.statefile; print('safetensors' in sys.modules, 'jax' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "False False\n"
-
-
 def test_saving_leaves_the_state_as_it_was(tmp_path: Path) -> None:
     state = accumulated(CASES["mean"], "sequential", range(2))
     before = contents(state)
