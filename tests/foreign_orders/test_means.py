@@ -12,10 +12,12 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import foreign_orders
-from gradcombine.backends.registry import load
+from gradcombine.backends.registry import resolve
 from gradcombine.fused import multiply_add
+from gradcombine.types import no_autograph
 from tests.foreign_orders.data import assert_same_bits, normal
-from tests.spec.selection import FULL, cases
+from tests.spec import modes
+from tests.spec.selection import FULL, among, cases
 
 SHAPES = [(513,), (33, 7), (1,), (), (2,), (17,)]
 
@@ -138,36 +140,20 @@ def near_ties() -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def in_numpy(function: Any, *arrays: Any) -> Any:
-    return function(load("numpy"), *arrays)
+@no_autograph
+def fused(env: modes.Env, data: Any) -> Any:
+    x, y = data
+    return multiply_add(resolve(data), x, np.float32(1) / np.float32(3), y)
 
 
-def in_jax(function: Any, *arrays: Any) -> Any:
-    import jax
-
-    return jax.jit(lambda *inner: function(load("jax"), *inner))(*arrays)
+FUSING = ("numpy", "jax_jit", "tf_xla")
 
 
-def in_tensorflow(function: Any, *arrays: Any) -> Any:
-    import tensorflow as tf
-
-    return tf.function(lambda *inner: function(load("tensorflow"), *inner), jit_compile=True, autograph=False)(
-        *map(tf.constant, arrays)
-    )
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        in_numpy,
-        pytest.param(in_jax, marks=pytest.mark.needs("jax")),
-        pytest.param(in_tensorflow, marks=pytest.mark.needs("tensorflow")),
-    ],
-)
-def test_the_fused_multiply_add_is_rounded_once(run: Any) -> None:
+@pytest.mark.parametrize("name", among(FUSING, FUSING))
+def test_the_fused_multiply_add_is_rounded_once(name: str) -> None:
     x, y = near_ties()
     third = np.float32(1) / np.float32(3)
-    received = np.asarray(run(lambda backend, a, b: multiply_add(backend, a, third, b), x, y))
+    (received,) = modes.get(name).run(fused, [(x, y)])
     for got, a, b in zip(received, x, y, strict=True):
         exact = Fraction(float(a)) * Fraction(float(third)) + Fraction(float(b))
         neighbours = [np.nextafter(got, np.float32(side)) for side in (-np.inf, np.inf)]
