@@ -53,6 +53,7 @@ NEEDED_AT_IMPORT = {
     "tests/integrations/tensorflow": {"tensorflow", "keras"},
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/replicated/test_jax": {"jax"},
+    "tests/replicated/test_live": {"tensorflow"},
     "tests/replicated/test_tensorflow": {"tensorflow"},
     "tests/spec/test_derivatives": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},

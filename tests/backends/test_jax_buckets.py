@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.integrations.jax import replicas
 
 N = 4
 AXIS = gc.jax_axis("data")
@@ -52,9 +53,9 @@ def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[li
         return jax.pmap(function, axis_name="data")
     if way == "vmap":
         return jax.jit(jax.vmap(function, axis_name="data"))
-    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+    over = replicas.mesh(N, "data")
     if way == "shard_map":
-        run = jax.shard_map(lambda xs: function([x[0] for x in xs]), mesh=mesh, in_specs=P("data"), out_specs=P())
+        run = jax.shard_map(lambda xs: function([x[0] for x in xs]), mesh=over, in_specs=P("data"), out_specs=P())
         compiled = jax.jit(run)
         return lambda xs: [np.stack([np.asarray(x)] * N) for x in compiled(xs)]
 
@@ -62,7 +63,7 @@ def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[li
         return [x[None] for x in function([x[0] for x in xs])]
 
     specs = {"in_specs": P("data"), "out_specs": P("data")}
-    return jax.jit(jax.shard_map(one, mesh=mesh, **specs, check_vma=False))
+    return jax.jit(jax.shard_map(one, mesh=over, **specs, check_vma=False))
 
 
 def same_bits(received: Any, expected: Any) -> None:

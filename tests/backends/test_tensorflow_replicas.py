@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.integrations.tensorflow.strategies import mirrored, per_replica
 
 REPLICAS = 3
 # In these bundles, the position of an array equals TensorFlow's enum value of the dtype of a neighbor: tf.float32
@@ -34,22 +35,16 @@ def contribution(name: str, rank: int) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def reduced() -> dict[str, list[list[Any]]]:
-    """Results of all replicas, by bundle and by the dtype on the wire; computed in one program."""
-    devices = [f"CPU:{i}" for i in range(REPLICAS)]
-    strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+    """Results of all replicas, by bundle; computed in one program."""
+    strategy = mirrored(REPLICAS)
 
     def spread(name: str, i: int) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(contribution(name, context.replica_id_in_sync_group)[i])
-        )
+        return per_replica(strategy, lambda rank: contribution(name, rank)[i])
 
     data = {name: [spread(name, i) for i in range(len(dtypes))] for name, dtypes in BUNDLES.items()}
 
     def replica(data: Any) -> Any:
-        over = gc.tf_replicas()
-        sums = {name: over.all_sum(arrays) for name, arrays in data.items()}
-        floats = [tf.fill([2], tf.cast(over.rank() + i, tf.float32)) for i in range(20)]
-        return sums | {"wire": gc.all_reduce(reductions.mean(wire=gc.wires.cast("bfloat16")), floats, over=over)}
+        return {name: gc.tf_replicas().all_sum(arrays) for name, arrays in data.items()}
 
     @tf.function(autograph=False)
     def program(data: Any) -> Any:
@@ -70,17 +65,24 @@ def test_sums_of_several_dtypes(reduced: dict[str, list[list[Any]]], name: str) 
             np.testing.assert_array_equal(own.numpy(), total)
 
 
-def test_many_leaves_on_a_narrow_wire(reduced: dict[str, list[list[Any]]]) -> None:
+def test_many_leaves_on_a_narrow_wire() -> None:
     """Codes of 16 bits are gathered in words of 32 bits, next to a float32 weight and an int32 count."""
-    for i, received in enumerate(reduced["wire"]):
-        for own in received:
-            np.testing.assert_array_equal(own.numpy(), np.float32([i + 1, i + 1]))
+    strategy = mirrored(2)
+
+    def replica() -> Any:
+        over = gc.tf_replicas()
+        floats = [tf.fill([2], tf.cast(over.rank() + i, tf.float32)) for i in range(20)]
+        return gc.all_reduce(reductions.mean(wire=gc.wires.cast("bfloat16")), floats, over=over)
+
+    for i, received in enumerate(tf.function(lambda: strategy.run(replica), autograph=False)()):
+        for own in strategy.experimental_local_results(received):
+            np.testing.assert_array_equal(own.numpy(), np.float32([i + 0.5, i + 0.5]))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_empty_leaves_are_not_gathered(shape: tuple[int, ...]) -> None:
     """TensorFlow's gather of an empty tensor ends the process."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+    strategy = mirrored(2)
 
     @tf.function(autograph=False)
     def program(full: Any) -> Any:

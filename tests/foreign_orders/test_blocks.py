@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 import tensorflow as tf
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from gradcombine import foreign_orders
 from tests.foreign_orders.data import assert_same_bits, normal
+from tests.integrations.jax.replicas import mesh
+from tests.integrations.tensorflow.strategies import mirrored, per_replica
 
 FLOATING = ["float32", "bfloat16", "float16", "complex64"]
 
@@ -115,9 +117,7 @@ def test_cross_device_operations(operations: str, n: int, compiled: bool) -> Non
         return strategy.run(all_reduce, args=(x,))
 
     values = normal(n)
-    given = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
+    given = per_replica(strategy, lambda rank: values[rank])
     if operations == "ReductionToOneDevice":
         expected = foreign_orders.addn_blocks(values)
     elif compiled:
@@ -131,9 +131,7 @@ def test_cross_device_operations(operations: str, n: int, compiled: bool) -> Non
 
 
 def test_rank_0_has_its_place_by_name_too() -> None:
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1", "CPU:2"], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    strategy = mirrored(3)
     values = normal(3)
 
     def all_reduce(x: Any) -> Any:
@@ -144,9 +142,7 @@ def test_rank_0_has_its_place_by_name_too() -> None:
     def run(x: Any) -> Any:
         return strategy.run(all_reduce, args=(x,))
 
-    given = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(values[context.replica_id_in_sync_group])
-    )
+    given = per_replica(strategy, lambda rank: values[rank])
     names = ["z", "replica_1/z", "replica_2/z"]
     received = strategy.experimental_local_results(run(given))[0]
     assert_same_bits(received, foreign_orders.addn_blocks(values, names))
@@ -157,18 +153,17 @@ def test_rank_0_has_its_place_by_name_too() -> None:
 @pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_psum(engine: str, n: int, dtype: str) -> None:
-    devices = jax.devices()[:n]
     values = normal(n, dtype=dtype)
 
     def total(x: Any) -> Any:
         return jax.lax.psum(x, "replica")
 
     if engine == "pmap":
-        received = jax.pmap(total, "replica", devices=devices)(np.stack(values))
+        mapped = jax.pmap(total, "replica", devices=jax.devices()[:n])
     else:
-        mesh = jax.make_mesh((n,), ("replica",), axis_types=(AxisType.Auto,), devices=devices)
         spec = PartitionSpec("replica")
-        received = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))(np.stack(values))
+        mapped = jax.jit(jax.shard_map(total, mesh=mesh(n, "replica"), in_specs=spec, out_specs=PartitionSpec()))
+    received = mapped(np.stack(values))
     expected = foreign_orders.left_chain(values, dtype="float32" if dtype == "bfloat16" else None)
     for result in received:
         assert_same_bits(result, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def jax_vmap(cases: list[Case]) -> Outcomes:
     import jax
 
     def run(program: Program) -> Any:
-        return jax.vmap(lambda rank: program(partial(_row, rank)), axis_name="data", axis_size=2)(np.arange(2))
+        return jax.jit(jax.vmap(lambda rank: program(partial(_row, rank)), axis_name="data"))(np.arange(2))
 
     return _on_replicas(cases, run, gc.jax_axis("data"), _jax_cond)
 
@@ -62,16 +62,16 @@ def jax_pmap(cases: list[Case]) -> Outcomes:
 def jax_shard_map(cases: list[Case]) -> Outcomes:
     """Runs the cases with check_vma, which tracks the values that vary over the axis."""
     import jax
-    from jax.sharding import AxisType, PartitionSpec
+    from jax.sharding import PartitionSpec
+
+    from tests.integrations.jax.replicas import mesh
 
     def run(program: Program) -> Any:
-        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-
         def block(ranks: Any) -> Any:
             return jax.tree.map(lambda x: x[None], program(partial(_row, ranks[0])))
 
         spec = PartitionSpec("data")
-        return jax.jit(jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec))(np.arange(2))
+        return jax.jit(jax.shard_map(block, mesh=mesh(2, "data"), in_specs=spec, out_specs=spec))(np.arange(2))
 
     def reduce(reduction: Any, value: Any) -> Any:
         # Reading a value written to all replicas has an invariant type, for which all_reduce raises.
@@ -86,7 +86,9 @@ def tf_mirrored(cases: list[Case], compiled: bool) -> Outcomes:
     """Runs the cases eagerly or in a tf.function."""
     import tensorflow as tf
 
-    strategy = tf_strategy(2)
+    from tests.integrations.tensorflow.strategies import mirrored
+
+    strategy = mirrored(2)
 
     def run(program: Program) -> Any:
         def on_one() -> Any:
@@ -103,14 +105,6 @@ def tf_mirrored(cases: list[Case], compiled: bool) -> Outcomes:
         return tf.cond(tf.constant(True), lambda: function(state), lambda: state)
 
     return _on_replicas(cases, run, gc.tf_replicas(), cond)
-
-
-@cache
-def tf_strategy(replicas: int) -> Any:
-    import tensorflow as tf
-
-    devices = [f"CPU:{i}" for i in range(replicas)]
-    return tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
 
 
 def _on_replicas(

@@ -23,16 +23,14 @@ def state() -> replicated.ReplicatedState:
 def test_tensorflow_restores_equal_shares(tmp_path: Path, state: replicated.ReplicatedState) -> None:
     import tensorflow as tf
 
-    from tests.replicated.places import tf_strategy
+    from tests.integrations.tensorflow.strategies import mirrored, per_replica
 
-    strategy = tf_strategy(2)
+    strategy = mirrored(2)
     with strategy.scope():
         variable = tf.Variable(
             0.0, aggregation=tf.VariableAggregation.SUM, synchronization=tf.VariableSynchronization.ON_READ
         )
-    own = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(COMPONENTS[context.replica_id_in_sync_group])
-    )
+    own = per_replica(strategy, lambda rank: COMPONENTS[rank])
     strategy.run(lambda value: variable.assign(value, read_value=False), (own,))
     path = tf.train.Checkpoint(variable=variable).save(str(tmp_path / "checkpoint"))
     tf.train.Checkpoint(variable=variable).restore(path).assert_consumed()

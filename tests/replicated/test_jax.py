@@ -8,19 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gradcombine as gc
 from gradcombine import replicated
+from tests.integrations.jax.replicas import mesh
 from tests.spec.selection import cases
 
 AXIS = gc.jax_axis("data")
 REPLICAS = 4
 X = np.float32([[1, 2], [3, 5], [4, 7], [8, 6]])
-
-
-def _mesh() -> Any:
-    return jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:REPLICAS])
 
 
 AGGREGATIONS, SYNCHRONIZATIONS = ("sum", "mean", "only_first_replica"), ("on_write", "on_read")
@@ -38,7 +35,7 @@ def test_a_loop_under_check_vma(aggregation: str, synchronization: str) -> None:
         return state.value if synchronization == "on_write" else variable.cross.read(state)
 
     spec = PartitionSpec("data")
-    out = jax.jit(jax.shard_map(block, mesh=_mesh(), in_specs=spec, out_specs=PartitionSpec()))(X)
+    out = jax.jit(jax.shard_map(block, mesh=mesh(REPLICAS, "data"), in_specs=spec, out_specs=PartitionSpec()))(X)
     expected = {"sum": [48, 60], "mean": [12, 15], "only_first_replica": [3, 6]}
     assert out.tolist() == expected[aggregation]
 
@@ -55,7 +52,7 @@ def test_a_loop_of_assignments_under_check_vma(synchronization: str) -> None:
         return x + variable.cross.read(state)
 
     spec = PartitionSpec("data")
-    out = jax.jit(jax.shard_map(block, mesh=_mesh(), in_specs=spec, out_specs=spec))(X)
+    out = jax.jit(jax.shard_map(block, mesh=mesh(REPLICAS, "data"), in_specs=spec, out_specs=spec))(X)
     assert out.tolist() == (X + 6).tolist()
 
 
@@ -76,7 +73,7 @@ def test_made_outside_of_the_axis() -> None:
 def test_stacked_and_sharded() -> None:
     """The components are one array in one program, along an axis that is sharded over devices."""
     variable = replicated.variable("mean", "on_read", over=replicated.stacked(REPLICAS))
-    sharding = NamedSharding(_mesh(), PartitionSpec("data"))
+    sharding = NamedSharding(mesh(REPLICAS, "data"), PartitionSpec("data"))
     state = jax.device_put(variable.init(jax.numpy.zeros(2)), sharding)
     state = jax.jit(variable.assign_add)(state, jax.device_put(X, sharding))
     assert state.value.sharding.is_equivalent_to(sharding, 2)
@@ -120,7 +117,7 @@ def test_a_value_that_is_summed_already_is_refused() -> None:
 
     spec = PartitionSpec("data")
     with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected a value that varies"):
-        jax.shard_map(block, mesh=_mesh(), in_specs=spec, out_specs=spec)(X)
+        jax.shard_map(block, mesh=mesh(REPLICAS, "data"), in_specs=spec, out_specs=spec)(X)
 
 
 def _bits(x: Any) -> np.ndarray:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import replicated
-from tests.replicated.places import tf_strategy
+from tests.integrations.tensorflow.strategies import mirrored, per_replica
 
 AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 SYNCHRONIZATIONS = ("AUTO", "ON_WRITE", "ON_READ")
@@ -21,9 +22,7 @@ class Real:
     """A tf.Variable and the operations on it."""
 
     def __init__(self, replicas: int, aggregation: str, synchronization: str, start: np.ndarray) -> None:
-        import tensorflow as tf
-
-        self.strategy = tf_strategy(replicas)
+        self.strategy = mirrored(replicas)
         with self.strategy.scope():
             self.variable = tf.Variable(
                 start,
@@ -32,9 +31,7 @@ class Real:
             )
 
     def replica(self, op: str, values: np.ndarray) -> None:
-        own = self.strategy.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
+        own = per_replica(self.strategy, lambda rank: values[rank])
         self.strategy.run(lambda value: getattr(self.variable, op)(value, read_value=False), (own,))
 
     def cross(self, op: str, value: np.ndarray) -> None:
@@ -55,7 +52,6 @@ def _steps(rng: np.random.Generator, replicas: int, sums_on_read: bool) -> Itera
             yield "cross", op, rng.standard_normal(SHAPE).astype(np.float32)
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("replicas", [3, 4])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
@@ -73,7 +69,6 @@ def test_model_predicts_the_variable(replicas: int, aggregation: str, synchroniz
         np.testing.assert_array_equal(_bits(model.cross.read(state)), _bits(real.read()), f"{context} {op}")
 
 
-@pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("op", ["assign_add", "assign_sub"])
 def test_both_refuse_a_cross_replica_addition_to_a_sum(op: str) -> None:
     start = np.zeros(SHAPE, np.float32)

@@ -10,16 +10,14 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import replicated
-from tests.replicated.places import tf_strategy
+from tests.integrations.tensorflow.strategies import mirrored, per_replica
 
 X = np.float32([[1, 2], [3, 5], [4, 7]])
 
 
 def _on_replicas(step: Any, compiled: bool) -> list[Any]:
-    strategy = tf_strategy(len(X))
-    own = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(X[context.replica_id_in_sync_group])
-    )
+    strategy = mirrored(len(X))
+    own = per_replica(strategy, lambda rank: X[rank])
     run = tf.function(lambda value: strategy.run(step, (value,))) if compiled else None
     out = run(own) if run else strategy.run(step, (own,))
     return [x.numpy().tolist() for x in strategy.experimental_local_results(out)]

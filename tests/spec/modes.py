@@ -84,6 +84,25 @@ class Mode:
         return self.start(body, n), outputs
 
 
+def converter(framework: str) -> Callable[[np.ndarray], Any]:
+    """The function that makes an array of a framework."""
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        return tf.constant
+    return np.asarray
+
+
+def as_arrays(framework: str, value: Any) -> Any:
+    """A tree with arrays of a framework as leaves."""
+    leaves, structure = tree.flatten(value)
+    return tree.unflatten(structure, [None if x is None else converter(framework)(x) for x in leaves])
+
+
 def python_loop(step: Callable[[Any, Any], Any], state: Any, xs: Any) -> Any:
     """Calls ``step`` once per row."""
     leaves, structure = tree.flatten(xs)
@@ -110,7 +129,9 @@ def _numpy_modes() -> list[Mode]:
 def _jax_modes() -> list[Mode]:
     import jax
     import jax.numpy as jnp
-    from jax.sharding import AxisType, PartitionSpec
+    from jax.sharding import PartitionSpec
+
+    from tests.integrations.jax.replicas import mesh
 
     axis = gc.jax_axis("data")
 
@@ -138,15 +159,14 @@ def _jax_modes() -> list[Mode]:
 
     def shard_map(check_vma: bool) -> Any:
         def start(body: Any, n: int) -> Any:
-            mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
             spec = PartitionSpec("data")
 
             def block(stacked: Any) -> Any:
                 return [x[None] for x in body([x[0] for x in stacked])]
 
-            return called(
-                jax.jit(jax.shard_map(block, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=check_vma))
-            )
+            devices = mesh(n, "data")
+            mapped = jax.shard_map(block, mesh=devices, in_specs=(spec,), out_specs=spec, check_vma=check_vma)
+            return called(jax.jit(mapped))
 
         return start
 
@@ -165,6 +185,8 @@ def _jax_modes() -> list[Mode]:
 def _tensorflow_modes() -> list[Mode]:
     import tensorflow as tf
 
+    from tests.integrations.tensorflow import strategies
+
     def called(compiled: Any, dealt: Any, rows: Any = lambda x: [x]) -> Any:
         def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
             return [[x.numpy() for x in rows(column)] for column in compiled(dealt(stacked))]
@@ -180,20 +202,12 @@ def _tensorflow_modes() -> list[Mode]:
 
         return start
 
-    @cache
-    def strategy(n: int) -> tf.distribute.Strategy:
-        devices = [f"CPU:{i}" for i in range(n)]
-        return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-
     def mirrored(body: Any, n: int) -> Any:
-        replicas = strategy(n)
+        replicas = strategies.mirrored(n)
         compiled = tf.function(lambda arrays: replicas.run(body, (arrays,)))
 
         def dealt(stacked: list[np.ndarray]) -> Any:
-            def for_replica(context: Any) -> Any:
-                return [tf.constant(x[context.replica_id_in_sync_group]) for x in stacked]
-
-            return replicas.experimental_distribute_values_from_function(for_replica)
+            return [strategies.per_replica(replicas, x.__getitem__) for x in stacked]
 
         return called(compiled, dealt, replicas.experimental_local_results)
 

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow as tf
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import gradcombine as gc
 from gradcombine import noise, reductions, sparse
+from tests.integrations.jax.replicas import mesh
+from tests.integrations.tensorflow.strategies import mirrored, per_replica
 from tests.spec.duals import derivatives
 from tests.spec.selection import FULL, cases
 
@@ -140,10 +142,9 @@ def over_replicas(kind: str, through_a_state: bool = False) -> Callable[..., Any
     def mapped(body: Any) -> Any:
         if kind == "vmap":
             return jax.vmap(body, axis_name="data")
-        mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
         spec, check = PartitionSpec("data"), kind == "shard_map"
         return jax.shard_map(
-            lambda x, w: body(x[0], w[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+            lambda x, w: body(x[0], w[0])[None], mesh=mesh(N, "data"), in_specs=spec, out_specs=spec, check_vma=check
         )
 
     def call(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
@@ -390,7 +391,7 @@ def test_other_reductions_in_tensorflow(name: str) -> None:
 @pytest.mark.parametrize("order", ["tree", "sequential"])
 @pytest.mark.parametrize("reduction", [reductions.mean(), EXACT["mean"]], ids=["fast", "exact"])
 def test_means_over_the_replicas_of_tensorflow(reduction: gc.Reduction, order: Any) -> None:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(N)], tf.distribute.ReductionToOneDevice())
+    strategy = mirrored(N)
 
     def slope(x: Any, w: Any, along_x: Any, along_w: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -400,10 +401,7 @@ def test_means_over_the_replicas_of_tensorflow(reduction: gc.Reduction, order: A
         by_x, by_w = tape.gradient(loss, [x, w])
         return tf.reduce_sum(by_x * along_x) + by_w * along_w
 
-    def own(context: Any) -> Any:
-        return [tf.constant(a[context.replica_id_in_sync_group]) for a in (X, W, ALONG_X, ALONG_W)]
-
-    inputs = strategy.experimental_distribute_values_from_function(own)
+    inputs = [per_replica(strategy, a.__getitem__) for a in (X, W, ALONG_X, ALONG_W)]
     received = tf.function(lambda inputs: strategy.run(slope, inputs))(inputs)
     total_slope = sum(float(x) for x in strategy.experimental_local_results(received))
     np.testing.assert_allclose(total_slope, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)

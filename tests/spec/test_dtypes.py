@@ -173,7 +173,7 @@ REDUCTIONS: dict[Callable[..., Any], float] = {
 @pytest.mark.parametrize("framework", ["numpy", "tensorflow", pytest.param("jax", marks=pytest.mark.full)])
 def test_what_a_framework_has_no_kernels_for_is_refused(framework: str) -> None:
     """Every dtype of a leaf or result gives the right value or a GradCombineError, never a framework's error."""
-    asarray = _asarray(framework)
+    asarray = modes.converter(framework)
     counts: Counter[bool] = Counter()
     for leaf, output in [(dtype, None) for dtype in OTHERS] + [(np.dtype(np.float32), dtype) for dtype in OTHERS]:
         try:
@@ -189,18 +189,6 @@ def test_what_a_framework_has_no_kernels_for_is_refused(framework: str) -> None:
                 np.testing.assert_array_equal(np.asarray(result).astype(np.complex128), [expected] * 2)
                 counts[True] += 1
     assert min(counts[True], counts[False]) > 10
-
-
-def _asarray(framework: str) -> Callable[[np.ndarray], Any]:
-    if framework == "numpy":
-        return np.asarray
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray
-    import tensorflow as tf
-
-    return tf.constant
 
 
 @pytest.mark.needs("jax")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.spec.modes import as_arrays
 
 ONE = np.ones(2, np.float32)
 NAMED = {"decoder": {"w": ONE}}
@@ -132,22 +134,6 @@ def _window(like: Any, value: Any) -> Any:
     return acc.update(value, acc.init(like))
 
 
-def convert(framework: str, tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: convert(framework, leaf) for name, leaf in tree.items()}
-    if isinstance(tree, list):
-        return [convert(framework, leaf) for leaf in tree]
-    if tree is None or framework == "numpy":
-        return tree
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray(tree.astype(np.float32) if tree.dtype == np.float64 else tree)
-    import tensorflow as tf
-
-    return tf.constant(tree)
-
-
 def traced(framework: str, function: Callable[[], Any]) -> Any:
     """Calls the function while the framework traces: errors that are known then are raised then."""
     if framework == "jax":
@@ -171,7 +157,7 @@ FRAMEWORKS = [
 def test_bad_input(framework: str, case: str) -> None:
     call, message = CASES[case]
     with pytest.raises(gc.GradCombineError, match=message) as caught:
-        call(lambda tree: convert(framework, tree))
+        call(partial(as_arrays, framework))
     assert caught.value.operation
     assert caught.value.expected
 
@@ -181,30 +167,31 @@ def test_bad_input(framework: str, case: str) -> None:
 def test_bad_input_while_tracing(framework: str, case: str) -> None:
     call, message = CASES[case]
     with pytest.raises(gc.GradCombineError, match=message):
-        traced(framework, lambda: call(lambda tree: convert(framework, tree)))
+        traced(framework, lambda: call(partial(as_arrays, framework)))
 
 
 @pytest.mark.needs("jax", "tensorflow")
 def test_two_frameworks_do_not_mix() -> None:
     with pytest.raises(gc.GradCombineError, match="mean: expected arrays of one framework, received arrays of jax and"):
-        gc.mean([convert("jax", ONE), convert("tensorflow", ONE)])
+        gc.mean([as_arrays("jax", ONE), as_arrays("tensorflow", ONE)])
     with pytest.raises(gc.GradCombineError, match="expected arrays of one framework"):
-        _window(convert("tensorflow", NAMED), convert("jax", NAMED))
+        _window(as_arrays("tensorflow", NAMED), as_arrays("jax", NAMED))
 
 
 @pytest.mark.needs("jax")
 def test_an_axis_that_is_not_bound() -> None:
     expected = r"jax_axis\('data'\): expected an axis that the surrounding .* binds, received unbound axis name: data"
     with pytest.raises(gc.GradCombineError, match=expected):
-        gc.all_reduce(reductions.sum(), convert("jax", ONE), over=gc.jax_axis("data"))
+        gc.all_reduce(reductions.sum(), as_arrays("jax", ONE), over=gc.jax_axis("data"))
 
 
 @pytest.mark.needs("tensorflow")
 def test_a_collective_in_cross_replica_context() -> None:
     import tensorflow as tf
 
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
-    with strategy.scope(), pytest.raises(gc.GradCombineError, match=r"replica context.*cross-replica context"):
+    from tests.integrations.tensorflow.strategies import mirrored
+
+    with mirrored(2).scope(), pytest.raises(gc.GradCombineError, match=r"replica context.*cross-replica context"):
         gc.all_reduce(reductions.sum(), tf.ones(2), over=gc.tf_replicas())
 
 
@@ -219,9 +206,9 @@ def test_checked_weights_under_jit(weight: float) -> None:
     from jax.experimental import checkify
 
     run = jax.jit(checkify.checkify(weighted(reductions.checked(reductions.mean()))))
-    error, _ = run(convert("jax", ONE), np.float32(weight))
+    error, _ = run(as_arrays("jax", ONE), np.float32(weight))
     assert "expected a finite weight that is not negative" in (error.get() or "")
-    error, value = run(convert("jax", ONE), np.float32(3))
+    error, value = run(as_arrays("jax", ONE), np.float32(3))
     assert error.get() is None
     np.testing.assert_array_equal(value, ONE)
 
@@ -233,8 +220,8 @@ def test_checked_weights_in_a_tf_function(weight: float) -> None:
 
     run = tf.function(weighted(reductions.checked(reductions.mean())))
     with pytest.raises(tf.errors.InvalidArgumentError, match="expected a finite weight"):
-        run(convert("tensorflow", ONE), tf.constant(weight))
-    np.testing.assert_array_equal(run(convert("tensorflow", ONE), tf.constant(3.0)), ONE)
+        run(as_arrays("tensorflow", ONE), tf.constant(weight))
+    np.testing.assert_array_equal(run(as_arrays("tensorflow", ONE), tf.constant(3.0)), ONE)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS[1:])
@@ -243,11 +230,11 @@ def test_a_traced_weight_that_is_nan_makes_a_mean_nan(framework: str) -> None:
     if framework == "jax":
         import jax
 
-        value = jax.jit(run)(convert("jax", ONE), np.float32(np.nan))
+        value = jax.jit(run)(as_arrays("jax", ONE), np.float32(np.nan))
     else:
         import tensorflow as tf
 
-        value = tf.function(run)(convert("tensorflow", ONE), tf.constant(np.nan))
+        value = tf.function(run)(as_arrays("tensorflow", ONE), tf.constant(np.nan))
     assert np.isnan(np.asarray(value)).all()
 
 

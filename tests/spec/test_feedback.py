@@ -282,10 +282,10 @@ def test_a_training_step_keeps_the_residual() -> None:
     from jax.sharding import PartitionSpec as P
 
     from gradcombine.integrations.optax import accumulate
+    from tests.integrations.jax.replicas import mesh
 
     n, over = 4, gc.jax_axis("data")
     tx = accumulate(optax.sgd(1.0), every=2, reduction=FED["8 bits"], over=over)
-    mesh = jax.make_mesh((n,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:n])
     data = np.stack([x["w"] for x in data_of(n)])
 
     def run(xs: Any) -> Any:
@@ -304,7 +304,7 @@ def test_a_training_step_keeps_the_residual() -> None:
         return type(x).__name__ == "FedBackState"
 
     first, second, residual = jax.jit(
-        jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        jax.shard_map(run, mesh=mesh(n, "data"), in_specs=P("data"), out_specs=P("data"), check_vma=False)
     )(data)
     left = [np.zeros(SHAPE, np.float32)] * n
     for window, updates in enumerate((first, second)):

@@ -74,7 +74,6 @@ COUNTS = [2, 4, pytest.param(8, marks=FULL)]
 
 @pytest.mark.full
 @unrolled
-@traced_quickly(("jax_shard_map", "4"))
 @pytest.mark.parametrize("replicas", COUNTS)
 def test_the_words_are_those_of_merging_one_after_another(replicated: modes.Mode, replicas: int) -> None:
     states = [(FEW_STATES[rank % REPLICAS], MANY_STATES[rank % REPLICAS]) for rank in range(replicas)]
@@ -128,7 +127,7 @@ def long_weights(env: modes.Env, x: Any) -> Any:
 
 @pytest.mark.full
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("replicas", [128, pytest.param(256, marks=FULL)])
+@pytest.mark.parametrize("replicas", [128, 256])
 def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
     """Each makes two deposits. With 256 replicas, two words are too small, and three are exchanged."""
     third = LARGEST / np.float32(3)
@@ -194,15 +193,15 @@ BYTES = {
 def test_bytes_on_the_wire(name: str) -> None:
     """Counts bytes in the compiled XLA program."""
     import jax
-    from jax.sharding import AxisType, PartitionSpec
+    from jax.sharding import PartitionSpec
+
+    from tests.integrations.jax.replicas import mesh
 
     program, factor = BYTES[name]
     size, replicas = 40_000, 4
-    mesh = jax.make_mesh((replicas,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
     spec = PartitionSpec("data")
-    function = jax.shard_map(
-        lambda x: program(x, gc.jax_axis("data")), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()
-    )
+    settings: dict[str, Any] = {"mesh": mesh(replicas, "data"), "in_specs": spec, "out_specs": PartitionSpec()}
+    function = jax.shard_map(lambda x: program(x, gc.jax_axis("data")), **settings)
     compiled = jax.jit(function).lower(jax.ShapeDtypeStruct((replicas * size,), np.float32)).compile().as_text()
     received = 0.0
     for shapes, kind in re.findall(r" = (.*?) (all-reduce|all-gather|reduce-scatter)\(", compiled):

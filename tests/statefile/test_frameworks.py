@@ -14,6 +14,7 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine import reductions, statefile, tree
 from gradcombine.places.time import whole_window
+from tests.spec.modes import as_arrays, converter
 from tests.spec.selection import cases
 from tests.statefile.states import Layer, contents
 
@@ -35,13 +36,7 @@ REDUCTIONS = {
         | {"complex": reductions.first()}
     ),
 }
-CONVERT: dict[str, Any] = {"numpy": np.asarray, "jax": jnp.asarray, "tensorflow": tf.constant}
 EVERY = 4
-
-
-def as_arrays(framework: str, value: Any) -> Any:
-    leaves, structure = tree.flatten(value)
-    return tree.unflatten(structure, [None if x is None else CONVERT[framework](x) for x in leaves])
 
 
 def contribution(k: int) -> Any:
@@ -64,7 +59,7 @@ def empty(framework: str, name: str) -> Any:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("framework", "name"),
-    cases([("numpy", "mean"), ("jax", "mean"), ("tensorflow", "several")], CONVERT, REDUCTIONS),
+    cases([("numpy", "mean"), ("jax", "mean"), ("tensorflow", "several")], ("numpy", "jax", "tensorflow"), REDUCTIONS),
 )
 def test_what_leaves_one_framework_enters_every_other(tmp_path: Path, framework: str, name: str) -> None:
     state = run(framework, name, range(3), empty(framework, name))
@@ -114,7 +109,7 @@ def test_float0_and_none_are_the_same_absence(tmp_path: Path) -> None:
     mean, absent = reductions.mean(), np.zeros((2, 2), jax.dtypes.float0)
     likes = {"jax": {"w": jnp.zeros(2), "ids": absent}, "numpy": {"w": np.zeros(2, F32), "ids": None}}
     for writer, reader in (("jax", "numpy"), ("numpy", "jax"), ("jax", "jax")):
-        state = mean.update(mean.init(likes[writer]), likes[writer] | {"w": CONVERT[writer](F32([1, 2]))})
+        state = mean.update(mean.init(likes[writer]), likes[writer] | {"w": converter(writer)(F32([1, 2]))})
         statefile.save(tmp_path / "a.npz", mean, state)
         value = mean.finalize(statefile.load(tmp_path / "a.npz", mean, likes[reader]))
         np.testing.assert_array_equal(value["w"], F32([1, 2]))

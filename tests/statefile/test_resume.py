@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,12 @@ import jax
 import numpy as np
 import pytest
 import tensorflow as tf
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from tests.integrations.jax.replicas import mesh
+from tests.integrations.tensorflow.strategies import mirrored
 
 REPLICAS, EVERY, SAVED = 4, 8, 3
 LIKE = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float16), "none": None}
@@ -40,26 +41,20 @@ def unbroken(reduction: gc.Reduction, order: Any) -> Any:
     return gc.combine(reduction, [gradient(*n) for n in LIST], [tokens(*n) for n in LIST], order)
 
 
-@cache
-def strategy() -> tf.distribute.Strategy:
-    devices = [f"CPU:{i}" for i in range(REPLICAS)]
-    return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-
-
 def interrupted(path: Path, reduction: gc.Reduction, order: Any) -> None:
     """The interrupted run: every replica accumulates its microbatches, and all windows are saved."""
     acc = gc.accumulate(reduction, EVERY, order=order)
 
     def own(k: int) -> Any:
-        return strategy().experimental_distribute_values_from_function(
+        return mirrored(REPLICAS).experimental_distribute_values_from_function(
             lambda context: tuple(map(tf.constant, microbatch(context.replica_id_in_sync_group, k)))
         )
 
     def update(w: Any, b: Any, weight: Any, state: Any) -> Any:
         return acc.update({"w": w, "b": b, "none": None}, state, weight)
 
-    step = tf.function(lambda row, state: strategy().run(update, args=(*row, state)))
-    state = tf.function(lambda: strategy().run(acc.init, args=(LIKE,)))()
+    step = tf.function(lambda row, state: mirrored(REPLICAS).run(update, args=(*row, state)))
+    state = tf.function(lambda: mirrored(REPLICAS).run(acc.init, args=(LIKE,)))()
     for k in range(SAVED):
         state = step(own(k), state)
     statefile.save_replicas(path, reduction, per_replica(state))
@@ -68,7 +63,7 @@ def interrupted(path: Path, reduction: gc.Reduction, order: Any) -> None:
 def per_replica(state: Any) -> list[Any]:
     """Splits the result of ``strategy.run`` into one state per replica."""
     leaves = tf.nest.flatten(state)
-    columns = [[x] * REPLICAS if x is None else strategy().experimental_local_results(x) for x in leaves]
+    columns = [[x] * REPLICAS if x is None else mirrored(REPLICAS).experimental_local_results(x) for x in leaves]
     return [tf.nest.pack_sequence_as(state, column) for column in zip(*columns, strict=True)]
 
 
@@ -111,7 +106,6 @@ def test_tree_order_on_two_devices_that_hold_two_parts_each(tmp_path: Path) -> N
     interrupted(tmp_path / "windows.safetensors", reduction, "tree")
     state = stacked(statefile.load_replicas(tmp_path / "windows.safetensors", reduction, LIKE))
     acc, wider = (gc.accumulate(reduction, every, order="tree") for every in (EVERY, EVERY * 2))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spec, over = PartitionSpec("data"), gc.jax_axis("data")
 
     def step(gradients: Any, held: Any, weights: Any) -> Any:
@@ -123,7 +117,7 @@ def test_tree_order_on_two_devices_that_hold_two_parts_each(tmp_path: Path) -> N
         value = wider.value(gc.merge_replicas(reduction, state, over, order="tree"))
         return jax.tree.map(lambda x: x[None], value)
 
-    shared = [jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)) for f in (step, end)]
+    shared = [jax.jit(jax.shard_map(f, mesh=mesh(2, "data"), in_specs=spec, out_specs=spec)) for f in (step, end)]
     for k in range(SAVED, EVERY):
         ranks = range(REPLICAS)
         state = shared[0](stacked([gradient(r, k) for r in ranks]), state, np.stack([tokens(r, k) for r in ranks]))
