@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.foreign_orders.data import assert_same_bits
 from tests.integrations.jax import replicas
 
 N = 4
@@ -66,13 +67,6 @@ def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[li
     return jax.jit(jax.shard_map(one, mesh=over, **specs, check_vma=False))
 
 
-def same_bits(received: Any, expected: Any) -> None:
-    received, expected = np.asarray(received), np.asarray(expected)
-    assert received.dtype == expected.dtype
-    assert received.shape == expected.shape
-    assert received.tobytes() == expected.tobytes()
-
-
 WAYS = pytest.mark.parametrize(
     "way",
     [*(pytest.param(way, marks=pytest.mark.full) for way in ("pmap", "shard_map_unchecked")), "vmap", "shard_map"],
@@ -92,8 +86,8 @@ def test_sums_and_stacks_have_the_bits_of_leaves_that_go_alone(way: str) -> None
     for x, total, alone, stack in zip(
         xs, results[:count], results[count : 2 * count], results[2 * count :], strict=True
     ):
-        same_bits(total, alone)
-        same_bits(stack, np.stack([x] * N))
+        assert_same_bits(total, alone)
+        assert_same_bits(stack, np.stack([x] * N))
 
 
 def collectives(compiled: Any) -> dict[str, list[int]]:
@@ -152,7 +146,7 @@ def test_a_leaf_that_the_compiler_shards_is_not_copied_together(mesh: Any) -> No
     compiled = run.lower(placed).compile()
     assert set(collectives(compiled)) == {"all-reduce"}
     for x, total in zip(xs, compiled(placed), strict=True):
-        same_bits(total, x.sum(0))
+        assert_same_bits(total, x.sum(0))
         assert total.sharding.spec == P("model")
 
 
@@ -163,10 +157,10 @@ COUNTS = np.int32([[1, -1, 2**31 - 1, -(2**31), 2**11, 0], [2, -3, 1, -1, 2**22 
 @WAYS
 def test_counts_beside_floats_are_exact(way: str) -> None:
     received = mapped(AXIS.all_sum, way)([np.float32([[1], [2], [3], [4]]), *COUNTS.T])
-    same_bits(received[0], np.float32([[10]] * N))
+    assert_same_bits(received[0], np.float32([[10]] * N))
     for column, result in zip(COUNTS.T, received[1:], strict=True):
         wrapped = (sum(map(int, column)) + 2**31) % 2**32 - 2**31
-        same_bits(result, np.full(N, wrapped, np.int32))
+        assert_same_bits(result, np.full(N, wrapped, np.int32))
 
 
 @pytest.mark.parametrize("reduction", [reductions.sum(), reductions.mean()], ids=["sum", "mean"])

@@ -26,9 +26,9 @@ def normal(n: int, shape: tuple[int, ...] = (513,), dtype: str = "float32", seed
 
 
 def assert_same_bits(received: Any, expected: Any) -> None:
-    a, b = np.atleast_1d(np.asarray(received)), np.atleast_1d(np.asarray(expected))
+    a, b = np.asarray(received), np.asarray(expected)
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+    np.testing.assert_array_equal(np.frombuffer(a.tobytes(), np.uint8), np.frombuffer(b.tobytes(), np.uint8))
 
 
 def assert_same_sum(received: Any, other: Any, terms: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.reductions.cell import parts
+from tests.foreign_orders.data import assert_same_bits
 from tests.spec import exact, modes
 from tests.spec.data import CLOSE, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
@@ -274,18 +275,13 @@ def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max
             continue
         column = [{"x": term[i], "empty": ()} for term in terms]
         alone = states(x, column)
-        (got,), (expected,) = _arrays(listed["x"][i]), _arrays(gc.combine(red, column, weights)["x"])
-        assert (got.shape, got.dtype, got.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+        assert_same_bits(listed["x"][i], gc.combine(red, column, weights)["x"])
         for a, b in zip(together, alone, strict=True):
             assert type(a.value["x"][i]) is type(b.value["x"])
             assert a.count.tobytes() == b.count.tobytes()
             for pair in ((a.value["x"][i], b.value["x"]), (red.finalize(a)["x"][i], red.finalize(b)["x"])):
-                for got, expected in zip(*map(_arrays, pair), strict=True):
-                    assert (got.shape, got.dtype, got.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
-
-
-def _arrays(result: Any) -> list[np.ndarray]:
-    return [np.asarray(x) for x in parts(result)]
+                for got, expected in zip(*map(parts, pair), strict=True):
+                    assert_same_bits(got, expected)
 
 
 @pytest.mark.needs("jax", "tensorflow")
