@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import gradcombine as gc
 from gradcombine import replicated
+from tests.foreign_orders.data import assert_same_bits
 from tests.integrations.jax.replicas import mesh
 from tests.spec.selection import cases
 
@@ -97,8 +98,8 @@ def test_stacked_has_the_bits_of_replicas(aggregation: str, synchronization: str
     one = replicated.variable(aggregation, synchronization, over=AXIS, order="tree")
     components, read = program(whole, *values)
     rows, reads = jax.jit(jax.vmap(partial(program, one), axis_name="data"))(*values)
-    np.testing.assert_array_equal(_bits(rows), _bits(components))
-    np.testing.assert_array_equal(_bits(reads), _bits(np.stack([read] * REPLICAS)))
+    assert_same_bits(rows, components)
+    assert_same_bits(reads, np.stack([read] * REPLICAS))
 
 
 def test_outside_of_the_axis_a_write_is_refused() -> None:
@@ -118,10 +119,6 @@ def test_a_value_that_is_summed_already_is_refused() -> None:
     spec = PartitionSpec("data")
     with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected a value that varies"):
         jax.shard_map(block, mesh=mesh(REPLICAS, "data"), in_specs=spec, out_specs=spec)(X)
-
-
-def _bits(x: Any) -> np.ndarray:
-    return np.asarray(x).view(np.uint32)
 
 
 @pytest.mark.parametrize("kind", ["key", "float0"])

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import replicated
+from tests.foreign_orders.data import assert_same_bits
 from tests.integrations.tensorflow.strategies import mirrored, per_replica
 
 AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
@@ -65,8 +66,8 @@ def test_model_predicts_the_variable(replicas: int, aggregation: str, synchroniz
     for context, op, values in _steps(rng, replicas, sums_on_read):
         getattr(real, context)(op, values)
         state = getattr(model if context == "replica" else model.cross, op)(state, values)
-        np.testing.assert_array_equal(_bits(state.value), _bits(np.stack(real.components())), f"{context} {op}")
-        np.testing.assert_array_equal(_bits(model.cross.read(state)), _bits(real.read()), f"{context} {op}")
+        assert_same_bits(state.value, np.stack(real.components()))
+        assert_same_bits(model.cross.read(state), real.read())
 
 
 @pytest.mark.parametrize("op", ["assign_add", "assign_sub"])
@@ -77,7 +78,3 @@ def test_both_refuse_a_cross_replica_addition_to_a_sum(op: str) -> None:
     model = replicated.variable("sum", "on_read", over=replicated.stacked(3))
     with pytest.raises(gc.GradCombineError, match=r"cross\.assign of the new sum"):
         getattr(model.cross, op)(model.init(start), start)
-
-
-def _bits(x: Any) -> np.ndarray:
-    return np.asarray(x).view(np.uint32)
