@@ -23,14 +23,21 @@ def run(*arguments: Any) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def saved(folder: Path, *sides: dict[str, Any]) -> list[Path]:
+    """Saves the arrays of the sides as a.npz, b.npz and so on."""
+    paths = [folder / f"{'abc'[i]}.npz" for i in range(len(sides))]
+    for path, arrays in zip(paths, sides, strict=True):
+        np.savez(path, **arrays)
+    return paths
+
+
 @pytest.fixture
 def dumps(tmp_path: Path) -> tuple[Path, Path]:
     kernel, bias = np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.float32([1, 2])
-    np.savez(tmp_path / "a.npz", kernel=kernel, bias=bias)
     off = kernel.copy()
     off[1, 2] = np.nextafter(off[1, 2], np.float32(9), dtype=np.float32)
-    np.savez(tmp_path / "b.npz", kernel=off, bias=bias)
-    return tmp_path / "a.npz", tmp_path / "b.npz"
+    a, b = saved(tmp_path, {"kernel": kernel, "bias": bias}, {"kernel": off, "bias": bias})
+    return a, b
 
 
 def test_equal_dumps_pass(dumps: tuple[Path, Path]) -> None:
@@ -59,17 +66,15 @@ def test_an_allowance_passes(dumps: tuple[Path, Path], option: str, value: float
 
 
 def test_nan_is_no_small_relative_difference(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", x=np.float32([1, np.nan]))
-    np.savez(tmp_path / "b.npz", x=np.float32([1, 2]))
-    assert run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1)[0] == 1
+    paths = saved(tmp_path, {"x": np.float32([1, np.nan])}, {"x": np.float32([1, 2])})
+    assert run(*paths, "--rtol", 1)[0] == 1
 
 
 def test_gradients_that_are_zero_in_exact_arithmetic_pass_within_atol(tmp_path: Path) -> None:
     """As of a bias before a normalization, where each side has its own rounding errors."""
     kernel, step = np.linspace(-1, 1, 8, dtype=np.float32), np.int64(10**9)
-    for name, bias in (("a", [3e-8, -1e-8]), ("b", [-2e-8, 4e-8])):
-        np.savez(tmp_path / f"{name}.npz", kernel=kernel, bias=np.float32(bias), step=step)
-    paths = tmp_path / "a.npz", tmp_path / "b.npz"
+    biases = np.float32([[3e-8, -1e-8], [-2e-8, 4e-8]])
+    paths = saved(tmp_path, *({"kernel": kernel, "bias": bias, "step": step} for bias in biases))
     code, output = run(*paths, "--rtol", 1e-4)
     assert code == 1 and "as small as the rounding error of the largest leaf" in output
     assert run(*paths, "--rtol", 1e-4, "--atol", 1e-7)[0] == 0
@@ -78,10 +83,9 @@ def test_gradients_that_are_zero_in_exact_arithmetic_pass_within_atol(tmp_path: 
 
 def test_a_leaf_is_small_beside_the_largest_of_its_stage(tmp_path: Path) -> None:
     """Gradients are compared with gradients, not with larger parameters."""
-    for name, bias in (("a", 1e-7), ("b", 2e-7)):
-        gradients = {"gradients/w": np.float32([1e-3]), "gradients/b": np.float32([bias])}
-        np.savez(tmp_path / f"{name}.npz", **gradients, **{"params/w": np.float32([1])})
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1e-4)
+    others = {"gradients/w": np.float32([1e-3]), "params/w": np.float32([1])}
+    paths = saved(tmp_path, *(others | {"gradients/b": np.float32([bias])} for bias in (1e-7, 2e-7)))
+    code, output = run(*paths, "--rtol", 1e-4)
     assert code == 1 and "rounding error of the largest" not in output
 
 
@@ -92,9 +96,9 @@ def test_one_step_passes_in_the_singular(tmp_path: Path) -> None:
 
 
 def test_a_gradient_above_rounding_is_not_called_small(tmp_path: Path) -> None:
-    for name, bias in (("a", 1e-5), ("b", 2e-5)):
-        np.savez(tmp_path / f"{name}.npz", kernel=np.ones(8, np.float32), bias=np.float32([bias]), step=np.int64(10**9))
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1e-4)
+    others = {"kernel": np.ones(8, np.float32), "step": np.int64(10**9)}
+    paths = saved(tmp_path, *(others | {"bias": np.float32([bias])} for bias in (1e-5, 2e-5)))
+    code, output = run(*paths, "--rtol", 1e-4)
     assert code == 1 and "rounding error of the largest" not in output
 
 
@@ -186,10 +190,8 @@ def test_a_truncated_member_is_no_difference(tmp_path: Path) -> None:
 
 def test_leaves_of_six_axes_may_be_transposed(tmp_path: Path) -> None:
     x = np.arange(720, dtype=np.float32).reshape(1, 2, 3, 4, 5, 6)
-    for name, array in (("a", x), ("b", x.T), ("c", x.transpose(2, 0, 1, 5, 4, 3))):
-        np.savez(tmp_path / f"{name}.npz", w=array)
-    assert run(tmp_path / "a.npz", tmp_path / "b.npz")[0] == 0
-    assert run(tmp_path / "a.npz", tmp_path / "c.npz")[0] == 0
+    a, b, c = saved(tmp_path, *({"w": array} for array in (x, x.T, x.transpose(2, 0, 1, 5, 4, 3))))
+    assert run(a, b)[0] == run(a, c)[0] == 0
 
 
 @pytest.mark.parametrize("shape", [[1] * 100, [0, 10**30], [10**30, 0]], ids=["axes", "length", "zero"])

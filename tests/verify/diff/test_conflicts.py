@@ -13,7 +13,7 @@ import pytest
 from gradcombine import GradCombineError
 from gradcombine.verify.diff.comparing import DiffReport, diff
 from gradcombine.verify.diff.rules import Rule, Rules
-from tests.verify.diff.test_command import run
+from tests.verify.diff.test_command import run, saved
 from tests.verify.diff.test_mapping import dump
 
 RNG = np.random.default_rng(7)
@@ -315,13 +315,11 @@ def test_equal_leaves_are_in_any_order() -> None:
 
 
 def test_the_command_says_what_names_imply(tmp_path: Path) -> None:
-    for name, gammas in (("right", (0, 1)), ("wrong", (1, 0))):
-        arrays = {f"stage_{i}_scale/gamma": VALUES["norm", j] for i, j in enumerate(gammas)}
-        np.savez(tmp_path / f"{name}.npz", **arrays)
-    np.savez(tmp_path / "a.npz", **{f"stages.{i}.gamma": VALUES["norm", i] for i in range(2)})
-    code, output = run(tmp_path / "a.npz", tmp_path / "wrong.npz")
+    sides = [{f"stage_{i}_scale/gamma": VALUES["norm", j] for i, j in enumerate(order)} for order in ((0, 1), (1, 0))]
+    a, right, wrong = saved(tmp_path, {f"stages.{i}.gamma": VALUES["norm", i] for i in range(2)}, *sides)
+    code, output = run(a, wrong)
     assert code == 1 and "names pair with another leaf" in output and "stage_0_scale/gamma" in output
-    code, output = run(tmp_path / "a.npz", tmp_path / "right.npz")
+    code, output = run(a, right)
     assert code == 0 and "2 were matched by values or shape, not by name." in output
 
 

@@ -13,7 +13,7 @@ import pytest
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.mapping import canonical
 from gradcombine.verify.diff.rules import Rules, read_rules
-from tests.verify.diff.test_command import run
+from tests.verify.diff.test_command import run, saved
 from tests.verify.diff.test_mapping import dump
 
 RNG = np.random.default_rng(8)
@@ -190,17 +190,15 @@ def test_a_convolution_over_each_channel(multiplier: int) -> None:
 
 def test_a_tied_leaf_is_said_to_be_one(tmp_path: Path) -> None:
     x = {"embed.weight": RNG.normal(size=(5, 3)), "norm.weight": RNG.normal(size=3)}
-    np.savez(tmp_path / "a.npz", **x, **{"head.weight": x["embed.weight"], "other.weight": x["norm.weight"] + 1})
-    np.savez(tmp_path / "b.npz", **x)
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    more = {"head.weight": x["embed.weight"], "other.weight": x["norm.weight"] + 1}
+    code, output = run(*saved(tmp_path, x | more, x))
     assert code == 1 and output.count("only in A, with the bits of embed.weight") == 1 == output.count("with the bits")
 
 
 def test_swapped_names_are_said(tmp_path: Path) -> None:
     a, b, c = (RNG.normal(size=(6, 6)) for _ in range(3))
-    np.savez(tmp_path / "a.npz", q=a, k=b, other=c, gain=1.0)
-    np.savez(tmp_path / "b.npz", q=b.T, k=a * 1.001, other=c, gain=2.0)
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    swapped = {"q": b.T, "k": a * 1.001, "other": c, "gain": 2.0}
+    code, output = run(*saved(tmp_path, {"q": a, "k": b, "other": c, "gain": 1.0}, swapped))
     assert code == 1
     assert "Leaves that resemble another leaf" in output
     assert re.search(r"\bq +k\b", output) and re.search(r"\bk +q\b", output)
@@ -249,9 +247,7 @@ def test_names_decide_of_square_kernels_where_the_others_follow_them(other: str)
 
 def test_a_leaf_that_is_compared_in_another_shape_is_said(tmp_path: Path) -> None:
     x = RNG.normal(size=(4, 2, 8))
-    np.savez(tmp_path / "a.npz", **{"q/kernel": x})
-    np.savez(tmp_path / "b.npz", **{"q/kernel": x.reshape(4, 16)})
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    code, output = run(*saved(tmp_path, {"q/kernel": x}, {"q/kernel": x.reshape(4, 16)}))
     assert code == 0 and "Leaves with different shapes" in output and "4 x 2 x 8" in output and "4 x 16" in output
 
 
@@ -356,7 +352,6 @@ def test_vectors_of_contradictory_roles_are_not_matched_by_values() -> None:
 def test_a_kernel_that_is_compared_flipped_is_listed(tmp_path: Path) -> None:
     """As it may also be that of a plain convolution, flipped by mistake."""
     kernel = RNG.normal(size=(3, 3, 2, 2))
-    np.savez(tmp_path / "a.npz", **{"c.weight": kernel[::-1, ::-1].transpose(2, 3, 0, 1)})
-    np.savez(tmp_path / "b.npz", **{"c/kernel": kernel})
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    flipped = kernel[::-1, ::-1].transpose(2, 3, 0, 1)
+    code, output = run(*saved(tmp_path, {"c.weight": flipped}, {"c/kernel": kernel}))
     assert code == 0 and "compared as those of transposed convolutions" in output

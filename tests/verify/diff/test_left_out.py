@@ -22,7 +22,7 @@ from gradcombine.verify.diff.by_step import diff_steps
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.rules import read_rules
-from tests.verify.diff.test_command import run
+from tests.verify.diff.test_command import run, saved
 
 ONES = np.ones(3, np.float32)
 
@@ -157,9 +157,8 @@ def test_nothing_compared_is_nothing_passed(tmp_path: Path) -> None:
 
 
 def test_an_unlike_leaf_leaves_the_others_to_be_compared(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", step=np.int32(3), w=ONES, long=np.longdouble([1]))
-    np.savez(tmp_path / "b.npz", step=np.float32(3), w=ONES, long=np.longdouble([1]))
-    report = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz"))
+    same = {"w": ONES, "long": np.longdouble([1])}
+    report = diff(*map(open_dump, saved(tmp_path, same | {"step": np.int32(3)}, same | {"step": np.float32(3)})))
     assert {each.name: each.reason for each in report.left_out} == {
         "step": "int32 against float32: no common measure",
         "long": f"{np.dtype(np.longdouble)} against {np.dtype(np.longdouble)}: no common measure",
@@ -187,10 +186,10 @@ def test_bfloat16_in_hdf5_and_linked_datasets_are_compared(off: float, tmp_path:
 
 
 def test_a_big_endian_leaf_is_measured_by_its_values(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", w=np.array([1.0, 256.0], ">f4"))
-    np.savez(tmp_path / "b.npz", w=np.array([1.0, np.nextafter(np.float32(256), np.float32(300))], "<f4"))
-    assert next(open_dump(tmp_path / "a.npz")["w"].pieces()).dtype.isnative
-    (row,) = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz")).rows
+    little = np.array([1.0, np.nextafter(np.float32(256), np.float32(300))], "<f4")
+    a, b = map(open_dump, saved(tmp_path, {"w": np.array([1.0, 256.0], ">f4")}, {"w": little}))
+    assert next(a["w"].pieces()).dtype.isnative
+    (row,) = diff(a, b).rows
     assert (row.difference.max_ulp, row.difference.dtypes) == (1, ("float32", "float32"))
 
 
@@ -249,18 +248,15 @@ def test_packed_weights_are_not_split_over_a_leaf_of_that_name(names: tuple[str,
     shapes = {"q_proj_weight": (4, 4), "in_proj_weight": (12, 4)}
     ours = {f"attn.{name}": rng.normal(size=shapes[name]).astype(np.float32) for name in names}
     theirs = dict(zip((f"attn.{x}_proj_weight" for x in "qkv"), np.split(ours["attn.in_proj_weight"], 3), strict=True))
-    np.savez(tmp_path / "a.npz", **ours)
-    np.savez(tmp_path / "b.npz", **theirs)
-    report = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz"))
+    report = diff(*map(open_dump, saved(tmp_path, ours, theirs)))
     assert not report.passes
     assert report.only_a == ("attn.in_proj_weight",)
 
 
 def test_permuted_axes_fail_beside_a_kernel_that_follows_its_name(tmp_path: Path) -> None:
     kernel, stack = np.arange(20, dtype=np.float32).reshape(4, 5), np.random.default_rng(0).normal(size=(2, 3, 2))
-    np.savez(tmp_path / "a.npz", kernel=kernel, stack=stack)
-    np.savez(tmp_path / "b.npz", kernel=kernel, stack=stack.transpose(2, 1, 0))
-    assert not diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz")).passes
+    sides = saved(tmp_path, {"kernel": kernel, "stack": stack}, {"kernel": kernel, "stack": stack.transpose(2, 1, 0)})
+    assert not diff(*map(open_dump, sides)).passes
 
 
 @pytest.mark.parametrize(
@@ -277,8 +273,6 @@ def test_permuted_axes_fail_beside_a_kernel_that_follows_its_name(tmp_path: Path
 def test_what_the_narrower_dtype_cannot_hold_does_not_pass(
     a: np.ndarray, b: np.ndarray, options: tuple[str, str], tmp_path: Path
 ) -> None:
-    for name, array in (("a", a), ("b", b)):
-        np.savez(tmp_path / f"{name}.npz", w=array)
-    for pair in (("a.npz", "b.npz"), ("b.npz", "a.npz")):
-        assert run(*(str(tmp_path / x) for x in pair), *options)[0] == 1
-    assert run(str(tmp_path / "a.npz"), str(tmp_path / "a.npz"), *options)[0] == 0
+    left, right = saved(tmp_path, {"w": a}, {"w": b})
+    assert run(left, right, *options)[0] == run(right, left, *options)[0] == 1
+    assert run(left, left, *options)[0] == 0

@@ -20,7 +20,7 @@ from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import Dump, open_dump
 from gradcombine.verify.diff.mapping import match
 from gradcombine.verify.diff.rules import Rules, read_rules
-from tests.verify.diff.test_command import run
+from tests.verify.diff.test_command import run, saved
 
 RNG = np.random.default_rng(5)
 KERNELS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(3)]
@@ -97,13 +97,13 @@ def test_what_is_unlike_stays_alone() -> None:
 
 
 def test_a_square_kernel_that_is_turned_is_said(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", w=KERNELS[0], v=KERNELS[1][:, :3])
-    np.savez(tmp_path / "b.npz", w=KERNELS[0].T, v=KERNELS[1][:, :3].T)
-    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    a = {"w": KERNELS[0], "v": KERNELS[1][:, :3]}
+    paths = saved(tmp_path, a, {name: x.T for name, x in a.items()})
+    code, output = run(*paths)
     assert code == 0
     assert "agree only with their axes in another order" in output and "w          1, 0" in output
     (tmp_path / "rules.toml").write_text("[[rule]]\na = 'w'\nb = 'w'\ntranspose = [1, 0]")
-    assert "another order" not in run(*(tmp_path / f"{x}.npz" for x in "ab"), "--rules", tmp_path / "rules.toml")[1]
+    assert "another order" not in run(*paths, "--rules", tmp_path / "rules.toml")[1]
 
 
 @pytest.mark.parametrize("factor", [1, 1.001])
