@@ -15,7 +15,7 @@ Sums = Callable[[Any, Any], tuple[list[Any], Any]]
 
 
 def length(batch: Any) -> int:
-    return len(batch["tokens"])
+    return len(next(iter(batch.values())))
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
@@ -23,6 +23,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def pieces(batch: Any, k: int) -> list[Any]:
+    """Divides a batch into k parts or fewer, of which the last may be smaller."""
     n = length(batch)
     size = -(-n // k)
     return [rows(batch, i, min(i + size, n)) for i in range(0, n, size)]

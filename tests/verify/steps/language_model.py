@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.verify.steps.dividing import plus, scaled, stacked
+
 VOCABULARY, WIDTH, LENGTH, EXAMPLES = 12, 4, 2001, 8
 Tree = Any
 P = jax.sharding.PartitionSpec
@@ -80,14 +82,6 @@ class Model(NamedTuple):
         return 2 * each(ids).astype(self.dtype)
 
 
-def scaled(grads: Tree, factor: Any) -> Tree:
-    return jax.tree.map(lambda x: x * factor, grads)
-
-
-def plus(*trees: Tree) -> Tree:
-    return jax.tree.map(lambda *x: sum(x[1:], x[0]), *trees)
-
-
 def total(parts: list[Tree], name: str) -> tuple[Tree, Any]:
     return plus(*(part[name][0] for part in parts)), sum(part[name][1] for part in parts)
 
@@ -104,11 +98,6 @@ def both(parts: list[Tree], aux: float) -> Tree:
 
 def at(stacked: Tree, i: int) -> Tree:
     return jax.tree.map(lambda x: x[i], stacked)
-
-
-def neighbours(batch: Tree, k: int) -> Tree:
-    """Splits the batch into microbatches of consecutive examples."""
-    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
 
 
 def strided(batch: Tree, k: int) -> Tree:
@@ -135,7 +124,7 @@ class Trainer(NamedTuple):
 
     model: Model = Model()
     combine: Callable[[list[Tree], int, float], Tree] = lambda parts, k, aux: both(parts, aux)
-    divide: Callable[[Tree, int], Tree] = neighbours
+    divide: Callable[[Tree, int], Tree] = stacked
     loop: Callable[[Callable[[Tree], Tree], Tree], Tree] = jax.lax.map
     each: bool = False
     decay: float = 0.0

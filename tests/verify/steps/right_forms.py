@@ -14,9 +14,11 @@ import tensorflow as tf
 from flax import nnx, struct
 
 import gradcombine as gc
+from tests.verify.steps.dividing import averaging, in_a_scan, mean_gradient, part, parts, plus, scaled, stacked
 from tests.verify.steps.right_losses import (
     LINE,
     LM,
+    RIGHT,
     ROWS,
     TEXT,
     WIDTH,
@@ -27,28 +29,15 @@ from tests.verify.steps.right_losses import (
     Right,
     drawn,
     dropped,
-    in_a_scan,
     on_each,
     on_mesh,
-    part,
-    plus,
     residual,
-    scaled,
+    right,
     shifted,
-    stacked,
 )
 
-RIGHT: dict[str, Right] = {}
 MASKED = ROWS | {"mask": np.float32([1, 0, 1, 1, 0, 1, 1, 0])}
 TX = optax.adamw(1e-2)
-
-
-def right(params: Any, batch: Any, **options: Any) -> Any:
-    def add(make_step: Any) -> Any:
-        RIGHT[make_step.__name__] = Right(make_step, params, batch, options)
-        return make_step
-
-    return add
 
 
 def mean_loss(p: Any, batch: Any) -> Any:
@@ -104,7 +93,7 @@ def adam_by_hand(k: int) -> Any:
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
         p, m, v = state
-        grads = scaled(plus(*(jax.grad(masked_sum)(p, part(batch, k, i)) for i in range(k))), 1 / batch["mask"].sum())
+        grads = scaled(plus(*(jax.grad(masked_sum)(p, x) for x in parts(batch, k))), 1 / batch["mask"].sum())
         m = plus(scaled(m, 0.9), scaled(grads, 0.1))
         v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, v, grads)
         return jax.tree.map(lambda p, m, v: p - 1e-2 * m / (jnp.sqrt(v) + 1e-8), p, m, v), m, v
@@ -123,7 +112,7 @@ def leaves_of_all_kinds(k: int) -> Any:
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
-        grads = sum(grad(p["w"], part(batch, k, i)) for i in range(k)) / k
+        grads = sum(grad(p["w"], x) for x in parts(batch, k)) / k
         return {"w": grads, "none": None, "table": None, "empty": p["empty"]}
 
     return step
@@ -132,13 +121,12 @@ def leaves_of_all_kinds(k: int) -> Any:
 @right([(drawn(5),), {"b": np.float64(0.5)}], (ROWS["x"], ROWS["y"]))
 def a_batch_that_is_a_tuple(k: int) -> Any:
     grad = jax.grad(lambda p, x, y: ((x @ p[0][0] + p[1]["b"] - y) ** 2).mean())
-    return jax.jit(lambda p, batch: scaled(plus(*(grad(p, *part(batch, k, i)) for i in range(k))), 1 / k))
+    return jax.jit(lambda p, batch: scaled(plus(*(grad(p, *x) for x in parts(batch, k))), 1 / k))
 
 
 @right({"w": (drawn(5) + 1j * drawn(5)).astype(np.complex64)}, ROWS)
 def complex_parameters(k: int) -> Any:
-    grad = jax.grad(lambda p, x: (jnp.abs(x["x"] @ p["w"] - x["y"]) ** 2).mean())
-    return jax.jit(lambda p, batch: scaled(plus(*(grad(p, part(batch, k, i)) for i in range(k))), 1 / k))
+    return averaging(lambda p, x: (jnp.abs(x["x"] @ p["w"] - x["y"]) ** 2).mean())(k)
 
 
 @right(LINE, ROWS)
@@ -168,8 +156,8 @@ def the_accumulator_of_this_library(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         state = acc.init(p)
-        for i in range(k):
-            state = acc.update(jax.grad(mean_loss)(p, part(batch, k, i)), state)
+        for x in parts(batch, k):
+            state = acc.update(jax.grad(mean_loss)(p, x), state)
         return acc.value(state)
 
     return step
@@ -182,8 +170,8 @@ def multi_steps_of_rows_of_one_weight(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         state = tx.init(p)
-        for i in range(k):
-            updates, state = tx.update(jax.grad(mean_loss)(p, part(batch, k, i)), state, p)
+        for x in parts(batch, k):
+            updates, state = tx.update(jax.grad(mean_loss)(p, x), state, p)
             p = optax.apply_updates(p, updates)
         return p
 
@@ -195,8 +183,8 @@ def skips_what_is_not_finite(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         total, count = jax.tree.map(jnp.zeros_like, p), 0.0
-        for i in range(k):
-            grads = jax.grad(mean_loss)(p, part(batch, k, i))
+        for rows in parts(batch, k):
+            grads = jax.grad(mean_loss)(p, rows)
             finite = jnp.isfinite(jnp.stack([x.sum() for x in jax.tree.leaves(grads)])).all()
             total, count = plus(total, jax.tree.map(lambda x, y=finite: jnp.where(y, x, 0), grads)), count + finite
         return jax.tree.map(lambda x: x / count, total)
@@ -237,8 +225,8 @@ def requests_to_an_engine(k: int) -> Any:
 
     def step(p: Any, batch: Any) -> Any:
         engine.load(p)
-        for i in range(k):
-            engine.forward_backward(part(batch, k, i))
+        for x in parts(batch, k):
+            engine.forward_backward(x)
         return engine.optim_step()
 
     return step
@@ -274,7 +262,7 @@ def shardings_of_a_mesh(k: int, devices: int = 1) -> Any:
 @right(LINE, ROWS, **ON_DEVICES)
 def pmap_of_means(k: int, devices: int = 1) -> Any:
     def local(p: Any, batch: Any) -> Any:
-        return jax.lax.pmean(scaled(plus(*(jax.grad(mean_loss)(p, part(batch, k, i)) for i in range(k))), 1 / k), "d")
+        return jax.lax.pmean(mean_gradient(mean_loss, p, batch, k), "d")
 
     run = jax.pmap(local, axis_name="d", in_axes=(None, 0), devices=jax.devices()[:devices])
     return lambda p, batch: jax.tree.map(lambda x: x[0], run(p, stacked(batch, devices)))
@@ -298,7 +286,7 @@ def of_model(model: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def over_words(value_and_grad: Any, model: Any, batch: Any, k: int) -> Any:
-    made = [value_and_grad(model, part(batch, k, i)) for i in range(k)]
+    made = [value_and_grad(model, x) for x in parts(batch, k)]
     count = sum(count for (_, count), _ in made)
     return jax.tree.map(lambda *x: sum(x) / count, *(grads for _, grads in made))
 
@@ -413,10 +401,6 @@ def tensors(tree: Any) -> Any:
     return {name: tf.convert_to_tensor(x) for name, x in tree.items()}
 
 
-def sliced(batch: Any, k: int, i: int) -> Any:
-    return {name: x[i * len(x) // k : (i + 1) * len(x) // k] for name, x in batch.items()}
-
-
 def combined(made: Any) -> Any:
     grads, count = [x for x, _ in made], sum(x for _, x in made)
     return {name: sum(x[name] for x in grads) / count for name in grads[0]}
@@ -428,13 +412,13 @@ def of_tensors(step: Any) -> Any:
 
 @right(LINE, MASKED)
 def tf_function(k: int) -> Any:
-    run = tf.function(lambda p, batch: combined([in_tensorflow(p, sliced(batch, k, i)) for i in range(k)]))
+    run = tf.function(lambda p, batch: combined([in_tensorflow(p, x) for x in parts(batch, k)]))
     return of_tensors(run)
 
 
 @right(LINE, MASKED)
 def eager_tensorflow(k: int) -> Any:
-    return of_tensors(lambda p, batch: combined([in_tensorflow(p, sliced(batch, k, i)) for i in range(k)]))
+    return of_tensors(lambda p, batch: combined([in_tensorflow(p, x) for x in parts(batch, k)]))
 
 
 @right(LINE, MASKED)
@@ -459,7 +443,7 @@ def variables_of_float32(k: int) -> Any:
         for name, variable in kept.items():
             variable.assign(tf.cast(p[name], tf.float32))
         batch = {name: tf.cast(x, tf.float32 if x.dtype.kind == "f" else x.dtype) for name, x in batch.items()}
-        return combined([in_tensorflow(dict(kept), sliced(batch, k, i)) for i in range(k)])
+        return combined([in_tensorflow(dict(kept), x) for x in parts(batch, k)])
 
     return step
 
@@ -471,7 +455,7 @@ def in_numpy(p: Any, batch: Any) -> tuple[Any, Any]:
 
 @right(LINE, MASKED)
 def numpy(k: int) -> Any:
-    return lambda p, batch: combined([in_numpy(p, sliced(batch, k, i)) for i in range(k)])
+    return lambda p, batch: combined([in_numpy(p, x) for x in parts(batch, k)])
 
 
 ZEROS = {name: np.zeros_like(x) for name, x in LINE.items()}
@@ -483,7 +467,7 @@ def adam_in_numpy(k: int) -> Any:
 
     def step(state: Any, batch: Any) -> Any:
         p, m, v, t = state
-        grads = combined([in_numpy(p, sliced(batch, k, i)) for i in range(k)])
+        grads = combined([in_numpy(p, x) for x in parts(batch, k)])
         t = t + 1
         m = {name: f(0.9) * x + f(0.1) * grads[name] for name, x in m.items()}
         v = {name: f(0.999) * x + f(0.001) * grads[name] ** 2 for name, x in v.items()}

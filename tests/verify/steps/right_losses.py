@@ -12,6 +12,8 @@ import numpy as np
 import optax
 from flax import linen as nn
 
+from tests.verify.steps.dividing import averaging, by_counts, in_a_scan, part, parts, plus, scaled, stacked
+
 N, LENGTH, WORDS, WIDTH = 8, 10, 12, 8
 RNG = np.random.default_rng(0)
 LENGTHS = np.array([9, 3, 10, 5, 2, 8, 6, 4])
@@ -54,55 +56,12 @@ def right(params: Any, batch: Any, **options: Any) -> Callable[[Any], Any]:
     return add
 
 
-def part(batch: Any, k: int, i: int) -> Any:
-    return jax.tree.map(lambda x: x[i * len(x) // k : (i + 1) * len(x) // k], batch)
-
-
-def stacked(batch: Any, k: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
-
-
-def scaled(grads: Any, factor: Any) -> Any:
-    return jax.tree.map(lambda x: x * factor, grads)
-
-
-def plus(*trees: Any) -> Any:
-    return jax.tree.map(lambda *x: sum(x[1:], x[0]), *trees)
-
-
-def in_a_scan(loss: Any, k: int, params: Any, batch: Any) -> Any:
-    """Gradient of a loss that returns (sum, count): the summed gradients over the total count."""
-
-    def body(carry: Any, x: Any) -> Any:
-        (_, count), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
-        return plus(carry, (grads, count)), None
-
-    zero = jax.tree.map(jnp.zeros_like, params), 0.0
-    (grads, count), _ = jax.lax.scan(body, zero, stacked(batch, k))
-    return jax.tree.map(lambda x: x / count, grads)
-
-
-def by_counts(loss: Any) -> Any:
-    """A factory of steps for a loss that returns (sum, count)."""
-    return lambda k: jax.jit(partial(in_a_scan, loss, k))
-
-
-def by_rows(loss: Any) -> Any:
-    """A factory of steps for a loss that is a mean over rows."""
-
-    def make_step(k: int) -> Any:
-        grad = jax.grad(loss)
-        return jax.jit(lambda p, batch: scaled(plus(*(grad(p, part(batch, k, i)) for i in range(k))), 1 / k))
-
-    return make_step
-
-
 def counted(name: str, params: Any, batch: Any, loss: Any, **options: Any) -> None:
     RIGHT[name] = Right(by_counts(loss), params, batch, options)
 
 
 def averaged(name: str, params: Any, batch: Any, loss: Any) -> None:
-    RIGHT[name] = Right(by_rows(loss), params, batch, {})
+    RIGHT[name] = Right(averaging(loss), params, batch, {})
 
 
 # --- language models ---
@@ -214,7 +173,7 @@ def words_counted_first(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         count = shifted(batch)[2].sum()
-        return plus(*(jax.grad(lambda p, x: LM(p, x)[0] / count)(p, part(batch, k, i)) for i in range(k)))
+        return plus(*(jax.grad(lambda p, x: LM(p, x)[0] / count)(p, x) for x in parts(batch, k)))
 
     return step
 
@@ -236,8 +195,8 @@ def means_weighted_by_words(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         total, seen = jax.tree.map(jnp.zeros_like, p), 0.0
-        for i in range(k):
-            (_, count), grads = jax.value_and_grad(mean, has_aux=True)(p, part(batch, k, i))
+        for text in parts(batch, k):
+            (_, count), grads = jax.value_and_grad(mean, has_aux=True)(p, text)
             seen = seen + count
             total = jax.tree.map(lambda t, x, c=count, s=seen: t + (x - t) * (c / s), total, grads)
         return total
@@ -257,8 +216,8 @@ def bfloat16_parameters_and_float32_accumulator(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         total, count = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), p), 0.0
-        for i in range(k):
-            (_, c), grads = grad(p, part(batch, k, i))
+        for text in parts(batch, k):
+            (_, c), grads = grad(p, text)
             total, count = plus(total, jax.tree.map(lambda x: x.astype(jnp.float32), grads)), count + c
         return jax.tree.map(lambda x: (x / count).astype(jnp.bfloat16), total)
 
@@ -333,8 +292,7 @@ def private_by_example(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         total = jax.tree.map(jnp.zeros_like, p)
-        for i in range(k):
-            x = part(batch, k, i)
+        for x in parts(batch, k):
             grads = jax.vmap(jax.grad(one), (None, 0, 0))(p, x["x"], x["y"])
             norms = jnp.sqrt(sum((g.reshape(len(g), -1) ** 2).sum(1) for g in jax.tree.leaves(grads)))
             factors = jnp.minimum(1, 0.5 / norms)
@@ -441,8 +399,7 @@ def routed(p: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
 def balance_of_sentences(k: int) -> Any:
     def loss(p: Any, batch: Any) -> Any:
         total = count = balance = 0.0
-        for i in range(k):
-            x = part(batch, k, i)
+        for x in parts(batch, k):
             a, c, first, probable = routed(p, x)
             sizes = shifted(x)[2].sum(1)
             total, count = total + a, count + c
@@ -459,13 +416,13 @@ def balance_of_the_batch(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         count = shifted(batch)[2].sum()
-        used = sum(routed(p, part(batch, k, i))[2].sum(0) for i in range(k)) / count
+        used = sum(routed(p, x)[2].sum(0) for x in parts(batch, k)) / count
 
         def loss(p: Any, x: Any) -> Any:
             total, _, _, probable = routed(p, x)
             return (total + 1.5 * (jax.lax.stop_gradient(used) * probable.sum(0)).sum()) / count
 
-        return plus(*(jax.grad(loss)(p, part(batch, k, i)) for i in range(k)))
+        return plus(*(jax.grad(loss)(p, x) for x in parts(batch, k)))
 
     return step
 
@@ -613,8 +570,7 @@ averaged("preferences", LAYERS, {"chosen": words(N, LENGTH), "rejected": words(N
 def two_denominators(k: int) -> Any:
     def loss(p: Any, batch: Any) -> Any:
         total = count = apart = 0.0
-        for i in range(k):
-            x = part(batch, k, i)
+        for x in parts(batch, k):
             mask, log_probs = x["mask"][:, 1:], log_probabilities(p, x["tokens"])
             total, count = total - (log_probs * mask).sum(), count + mask.sum()
             apart = apart + ((log_probs - x["old"]) ** 2).mean(1).sum()
@@ -662,7 +618,7 @@ def embeddings_first(k: int) -> Any:
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
-        made = [encode(p, part(batch, k, i)) for i in range(k)]
+        made = [encode(p, x) for x in parts(batch, k)]
         by = jax.grad(contrasted, (0, 1))(*(jnp.concatenate(x) for x in zip(*made, strict=True)))
         total = jax.tree.map(jnp.zeros_like, p)
         for i in range(k):

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
+from tests.verify.steps.dividing import parts
 
 pytestmark = [pytest.mark.needs("jax", "optax"), pytest.mark.usefixtures("as_users_do")]
 
@@ -35,8 +36,7 @@ def loss_of(p: Any, part: Any) -> Any:
 
 def summed(p: Any, batch: Any, k: int, fault: str) -> tuple[Any, Any, list[Any], Any]:
     """Gradients, the loss, the statistics of each microbatch, and the number of correct signs; one of them wrong."""
-    parts = [jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch) for i in range(k)]
-    results = [jax.value_and_grad(loss_of, has_aux=True)(p, part) for part in parts]
+    results = [jax.value_and_grad(loss_of, has_aux=True)(p, part) for part in parts(batch, k)]
     losses, aux, each = [x for (x, _), _ in results], [x for (_, x), _ in results], [g for _, g in results]
     grads = jax.tree.map(lambda *x: sum(x) / k, *each)
     if fault == "bias":
@@ -163,8 +163,7 @@ def test_a_state_by_design_hides_no_wrong_metric(state: str, fault: str) -> None
     def make_step(k: int) -> Any:
         def step(whole: Any, batch: Any) -> Any:
             p, u, losses, each = whole["params"], whole["u"], [], []
-            for i in range(k):
-                part = jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch)
+            for part in parts(batch, k):
                 (loss, u), grads = jax.value_and_grad(loss_of, has_aux=True)(p, part, u)
                 losses.append(loss)
                 each.append(grads)

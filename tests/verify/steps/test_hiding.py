@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, check_step
+from tests.verify.steps.dividing import adding, parts, plus, summed_gradient
 
 Step = Callable[[Any, Any], Any]
 RNG = np.random.default_rng(0)
@@ -22,10 +23,6 @@ BATCH = {
     "y": RNG.normal(size=(8, TOKENS)).astype(np.float32),
     "real": REAL,
 }
-
-
-def parts(batch: Any, k: int) -> list[Any]:
-    return [{name: x[rows] for name, x in batch.items()} for rows in np.split(np.arange(len(batch["x"])), k)]
 
 
 def squares(p: Any, batch: Any) -> Any:
@@ -48,7 +45,7 @@ def test_gradients_whose_size_the_optimizer_hides_are_compared_to_the_last_digit
             count = jnp.sum(batch["real"])
             counts = [count / k if right else jnp.sum(part["real"]) for part in parts(batch, k)]
             grads = [jax.grad(squares)(p, part) / n for part, n in zip(parts(batch, k), counts, strict=True)]
-            mean = sum(grads[1:], grads[0]) / k
+            mean = plus(*grads) / k
             with jax.numpy_dtype_promotion("standard"):
                 updates, _ = tx.update(mean, tx.init(p), p)
             return optax.apply_updates(p, updates)
@@ -61,22 +58,14 @@ def test_gradients_whose_size_the_optimizer_hides_are_compared_to_the_last_digit
 
 @pytest.mark.parametrize("coefficient", [0.1, 0.01])
 def test_a_small_term_in_float32_is_no_narrow_accumulator(coefficient: float) -> None:
-    def make_step(k: int) -> Step:
-        def step(p: Any, batch: Any) -> Any:
-            count = jnp.sum(batch["real"])
-
-            def loss(p: Any, part: Any) -> Any:
-                return squares(p, part) / count + coefficient * logarithms(p, part) / jnp.sum(part["real"]) / k
-
-            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
-            return sum(grads[1:], grads[0])
-
-        return jax.jit(step)
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        small = coefficient * logarithms(p, part) / jnp.sum(part["real"]) / k
+        return squares(p, part) / jnp.sum(batch["real"]) + small
 
     lengths = np.array([50, 9, 32, 15, 44, 28, 3, 36])
     batch = BATCH | {"real": (np.arange(TOKENS) < lengths[:, None]).astype(np.float32)}
     x = RNG.normal(size=(8, TOKENS, 24)).astype(np.float32)  # more elements than few that differ by chance
-    report = check_step(make_step, RNG.normal(size=24).astype(np.float32), batch | {"x": x})
+    report = check_step(adding(loss), RNG.normal(size=24).astype(np.float32), batch | {"x": x})
     assert report.faults and report.cause is not Cause.PRECISION, report
 
 
@@ -92,7 +81,7 @@ def test_gradients_that_are_0_at_the_start_are_compared_elsewhere(right: bool) -
     def make_step(k: int) -> Step:
         def step(p: Any, batch: Any) -> Any:
             grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
-            total = jax.tree.map(lambda *x: sum(x), *grads)
+            total = plus(*grads)
             return total if right else {"a": grads[-1]["a"], "b": total["b"]}
 
         return jax.jit(step)
@@ -161,7 +150,7 @@ def test_a_small_weight_decay_per_microbatch_is_found() -> None:
             grads = [jax.grad(squares)(p, part) / REAL.sum() for part in parts(batch, k)]
             for _ in range(k):
                 p = p * (1 - 1e-6)
-            return p - 1e-5 * sum(grads[1:], grads[0])
+            return p - 1e-5 * plus(*grads)
 
         return jax.jit(step)
 
@@ -175,15 +164,13 @@ def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(rate: flo
     """The penalty on the distance from a reference model, which the model equals, is a mean of means."""
     reference = np.float32([1, -1, 2, 0.5])
 
-    def make_step(k: int) -> Step:
-        def loss(p: Any, part: Any, total: Any) -> Any:
-            penalty = jnp.sum((part["x"] @ (p - reference)) ** 2 * part["real"])
-            return squares(p, part) / total + penalty / (total if right else jnp.sum(part["real"]) * k)
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        penalty, total = jnp.sum((part["x"] @ (p - reference)) ** 2 * part["real"]), jnp.sum(batch["real"])
+        return squares(p, part) / total + penalty / (total if right else jnp.sum(part["real"]) * k)
 
+    def make_step(k: int) -> Step:
         def step(p: Any, batch: Any) -> Any:
-            total = jnp.sum(batch["real"])
-            grads = [jax.grad(loss)(p, part, total) for part in parts(batch, k)]
-            mean = sum(grads[1:], grads[0])
+            mean = summed_gradient(loss, p, batch, k)
             return p - mean * rate if rate else mean
 
         return jax.jit(step)
@@ -206,7 +193,7 @@ def test_a_term_that_begins_in_the_second_step_is_compared_in_float64(right: boo
         def step(state: Any, batch: Any) -> Any:
             total, p, share = jnp.sum(batch["real"]), state["p"], state["count"].astype(state["p"].dtype) * 4e-5
             grads = [jax.grad(loss)(p, part, total, share) for part in parts(batch, k)]
-            return {"p": p - sum(grads[1:], grads[0]) * 1e-3, "count": state["count"] + 1}
+            return {"p": p - plus(*grads) * 1e-3, "count": state["count"] + 1}
 
         return jax.jit(step)
 

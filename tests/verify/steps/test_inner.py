@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
+from tests.verify.steps.dividing import stacked
 
 Step = Callable[[Any, Any], Any]
 RNG = np.random.default_rng(0)
@@ -45,8 +46,7 @@ def summed_in_loop(
         new = gradient(p, rows) if gradient else jax.grad(loss)(p, rows)
         return (jax.tree.map(jnp.add, total, new), count + counted(rows)), None
 
-    parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
-    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, p), jnp.zeros(())), parts)[0]
+    return jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, p), jnp.zeros(())), stacked(batch, k))[0]
 
 
 def on_mesh(step: Step, devices: int, checks: bool = False) -> Step:
@@ -74,8 +74,7 @@ def on_devices(how: str, defect: str = "", tx: Any = CLIPPED_ADAM) -> Callable[.
             mapped = jax.pmap(step, axis_name="d", in_axes=(None, 0), devices=jax.devices()[:devices])
 
             def run(state: Any, rows: Any) -> Any:
-                stacked = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
-                return jax.tree.map(lambda x: x[0], mapped(state, stacked))
+                return jax.tree.map(lambda x: x[0], mapped(state, stacked(rows, devices)))
 
             return jax.jit(run)
         return on_mesh(step, devices, checks=how == "shard_map")

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gradcombine.verify import Verdict, check_step
 from gradcombine.verify.check.step_report import Cause
+from tests.verify.steps.dividing import parts, stacked
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": np.ones(5, np.float32)}
@@ -33,17 +34,9 @@ def loss(params: Any, batch: Any) -> Any:
     return errors.sum() / batch["mask"].sum()
 
 
-def part(batch: Any, k: int, i: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:])[i], batch)
-
-
-def parts(batch: Any, k: int) -> Any:
-    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
-
-
 def mean_of_a_map(k: int, devices: int = 1) -> Any:
     def step(params: Any, batch: Any) -> Any:
-        grads = jax.lax.map(lambda one: jax.grad(loss)(params, one), parts(batch, k))
+        grads = jax.lax.map(lambda one: jax.grad(loss)(params, one), stacked(batch, k))
         return jax.tree.map(lambda x: x.mean(0), grads)  # here
 
     return jax.jit(step)
@@ -52,8 +45,8 @@ def mean_of_a_map(k: int, devices: int = 1) -> Any:
 def loop(k: int) -> Any:
     def step(params: Any, batch: Any) -> Any:
         total = jax.tree.map(jnp.zeros_like, params)
-        for i in range(k):
-            total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, part(batch, k, i)))
+        for part in parts(batch, k):
+            total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, part))
         return jax.tree.map(lambda x: x / k, total)  # here
 
     return step
@@ -61,7 +54,7 @@ def loop(k: int) -> Any:
 
 def reciprocal(k: int) -> Any:
     def step(params: Any, batch: Any) -> Any:
-        grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
         scale = 1 / k
         return jax.tree.map(lambda x: x.sum(0) * scale, grads)  # here
 
@@ -73,8 +66,8 @@ def running(k: int) -> Any:
 
     def step(params: Any, batch: Any) -> Any:
         mean = jax.tree.map(jnp.zeros_like, params)
-        for i in range(k):
-            grads = jax.grad(loss)(params, part(batch, k, i))
+        for i, part in enumerate(parts(batch, k)):
+            grads = jax.grad(loss)(params, part)
             mean = jax.tree.map(lambda m, g, i=i: m + (g - m) / (i + 1), mean, grads)  # here
         return mean
 
@@ -90,7 +83,7 @@ def scaled_loss(k: int) -> Any:
             value, grads = jax.value_and_grad(lambda p: loss(p, one) / k)(params)  # here
             return jax.tree.map(jnp.add, total, grads), (value, one["x"].mean(0))
 
-        total, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts(batch, k))
+        total, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), stacked(batch, k))
         updates, _ = tx.update(total, tx.init(params), params)
         return optax.apply_updates(params, updates)
 
@@ -111,7 +104,7 @@ def on_devices(k: int, devices: int = 1) -> Any:
 def of_an_nnx_module(k: int) -> Any:
     @nnx.jit
     def step(model: Any, batch: Any) -> Any:
-        grads = [nnx.grad(lambda m, b: loss({"w": m.w[...]}, b))(model, part(batch, k, i)) for i in range(k)]
+        grads = [nnx.grad(lambda m, b: loss({"w": m.w[...]}, b))(model, part) for part in parts(batch, k)]
         return jax.tree.map(lambda *xs: sum(xs) / len(xs), *grads)  # here
 
     return step
@@ -120,7 +113,7 @@ def of_an_nnx_module(k: int) -> Any:
 def of_an_equinox_module(k: int) -> Any:
     @eqx.filter_jit
     def step(model: Any, batch: Any) -> Any:
-        grads = eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(None, 0))(model, parts(batch, k))
+        grads = eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(None, 0))(model, stacked(batch, k))
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), grads)  # here
 
     return step
@@ -130,8 +123,8 @@ def divided_too(k: int) -> Any:
     """Divides the sum over all tokens by their number, and again by the number of microbatches."""
 
     def step(params: Any, batch: Any) -> Any:
-        weights = parts(batch, k)["mask"].sum(1)
-        grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+        weights = stacked(batch, k)["mask"].sum(1)
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
         mean = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
         return jax.tree.map(lambda x: x / k, mean)  # here
 
@@ -146,7 +139,7 @@ def narrow(k: int) -> Any:
             return jax.tree.map(lambda t, g: t + g, total, grads), weight  # here
 
         empty = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
-        total, weights = jax.lax.scan(body, empty, parts(batch, k))
+        total, weights = jax.lax.scan(body, empty, stacked(batch, k))
         return jax.tree.map(lambda x: x.astype(jnp.float32) / weights.sum(), total)
 
     return jax.jit(step)
@@ -158,8 +151,8 @@ def multi_steps(k: int) -> Any:
 
     def step(params: Any, batch: Any) -> Any:
         state = tx.init(params)
-        for i in range(k):
-            grads = jax.grad(loss)(params, part(batch, k, i))
+        for part in parts(batch, k):
+            grads = jax.grad(loss)(params, part)
             with jax.numpy_dtype_promotion("standard"):
                 updates, state = tx.update(grads, state, params)  # here
         return optax.apply_updates(params, updates)
@@ -176,7 +169,7 @@ def multi_steps_in_a_scan(k: int) -> Any:
                 updates, state = tx.update(jax.grad(loss)(params, one), state, params)  # here
             return state, updates
 
-        updates = jax.lax.scan(body, tx.init(params), parts(batch, k))[1]
+        updates = jax.lax.scan(body, tx.init(params), stacked(batch, k))[1]
         return optax.apply_updates(params, jax.tree.map(lambda x: x.sum(0), updates))
 
     return jax.jit(step)
@@ -221,7 +214,7 @@ def test_the_line_is_named(name: str) -> None:
 def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
     def twice(k: int) -> Any:
         def step(params: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+            grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
             first = jax.tree.map(lambda x: x.mean(0), grads)
             second = jax.tree.map(lambda x: x.sum(0) / k, grads)
             return jax.tree.map(lambda a, b: (a + b) / 2, first, second)
@@ -233,7 +226,7 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
         tx = optax.sgd(1.0) if every is None else optax.MultiSteps(optax.sgd(1.0), every)
 
         def step(params: Any, batch: Any) -> Any:
-            grads = [jax.grad(loss)(params, part(batch, k, i)) for i in range(k)]
+            grads = [jax.grad(loss)(params, part) for part in parts(batch, k)]
             count = sum(batch["x"][0, 0] * 0 + 1 for _ in range(k))
             with jax.numpy_dtype_promotion("standard"):
                 mean = jax.tree.map(lambda *x: sum(x) / count, *grads)
@@ -259,8 +252,8 @@ def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
         tx = optax.adamw(1e-2)
 
         def step(params: Any, batch: Any) -> Any:
-            weights = parts(batch, k)["mask"].sum(1) if weighted else jnp.ones(k)
-            grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+            weights = stacked(batch, k)["mask"].sum(1) if weighted else jnp.ones(k)
+            grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
             grads = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
             with jax.numpy_dtype_promotion("standard"):
                 updates, _ = tx.update(grads, tx.init(params), params)
@@ -287,7 +280,7 @@ def test_a_sum_whose_scale_an_optimizer_hides(divided: str, tx: optax.GradientTr
                 return (jax.tree.map(jnp.add, total[0], jax.grad(loss)(params, part)), total[1] + 1), None
 
             start = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
-            (grads, count), _ = jax.lax.scan(add, start, parts(batch, k))
+            (grads, count), _ = jax.lax.scan(add, start, stacked(batch, k))
             divisor = {"never": 1, "by a constant": k, "by a count": count}[divided]
             grads = jax.tree.map(lambda x: x / divisor, grads)
             with jax.numpy_dtype_promotion("standard"):
@@ -309,7 +302,7 @@ def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
 
     def make_step(k: int) -> Any:
         def step(params: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(cast), (None, 0))(params, parts(batch, k))
+            grads = jax.vmap(jax.grad(cast), (None, 0))(params, stacked(batch, k))
             return jax.tree.map(lambda x: x.mean(0), grads)
 
         return jax.jit(step)
@@ -341,7 +334,7 @@ def test_a_step_that_is_made_for_one_division_alone_is_checked() -> None:
             raise ValueError("4 microbatches")
 
         def step(params: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+            grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
             rotated = jax.tree.map(lambda x: (x.astype(jnp.complex64) * 1j).imag, grads)
             return jax.tree.map(lambda x: x.mean(0), rotated)
 
@@ -378,7 +371,7 @@ def by_tokens(k: int) -> Any:
             (_, count), grads = jax.value_and_grad(total, has_aux=True)(p, x)
             return jax.tree.map(jnp.add, carry, (grads, count)), None
 
-        (grads, count), _ = jax.lax.scan(body, (jax.tree.map(jnp.zeros_like, p), 0.0), parts(batch, k))
+        (grads, count), _ = jax.lax.scan(body, (jax.tree.map(jnp.zeros_like, p), 0.0), stacked(batch, k))
         return jax.tree.map(lambda x: x / count, grads) if k > 1 else grads  # here
 
     return jax.jit(step)
@@ -393,7 +386,7 @@ def by_each(k: int) -> Any:
         return mean + t / rows
 
     def step(p: Any, batch: Any) -> Any:
-        grads = jax.vmap(jax.grad(of_both), (None, 0))(p, parts(batch, k))
+        grads = jax.vmap(jax.grad(of_both), (None, 0))(p, stacked(batch, k))
         return jax.tree.map(lambda x: x.mean(0), grads)
 
     return jax.jit(step)
@@ -457,7 +450,7 @@ def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
 
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(padded), (None, 0))(p, parts(batch, k))
+            grads = jax.vmap(jax.grad(padded), (None, 0))(p, stacked(batch, k))
             grads = jax.tree.map(lambda x: x.mean(0), grads)
             with jax.numpy_dtype_promotion("standard"):
                 return grads if tx is None else optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
@@ -473,7 +466,7 @@ def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
 def test_a_microbatch_that_is_lost_among_means() -> None:
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(loss), (None, 0))(p, parts(batch, k))
+            grads = jax.vmap(jax.grad(loss), (None, 0))(p, stacked(batch, k))
             return jax.tree.map(lambda x: x[: max(k - 1, 1)].sum(0) / k, grads)
 
         return jax.jit(step)
@@ -495,7 +488,7 @@ def layer_norm(k: int, epsilon: float, guard: bool = False) -> Any:
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
-        total = jax.tree.map(lambda x: x.sum(0), jax.lax.map(lambda one: jax.grad(error)(p, one), parts(batch, k)))
+        total = jax.tree.map(lambda x: x.sum(0), jax.lax.map(lambda one: jax.grad(error)(p, one), stacked(batch, k)))
         count = jnp.maximum(jnp.float32(k), np.float32(1e-9)) if guard else jnp.float32(k)
         return jax.tree.map(lambda x: x / count, total)
 

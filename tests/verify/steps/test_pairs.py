@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, check_step
+from tests.verify.steps.dividing import averaging, by_counts, in_a_scan, part, parts, plus, scaled
 from tests.verify.steps.right_forms import MASKED, masked_sum
 from tests.verify.steps.right_losses import (
     LAYERS,
@@ -28,19 +29,13 @@ from tests.verify.steps.right_losses import (
     Model,
     P,
     advantages,
-    by_counts,
-    by_rows,
     contrasted,
     entropy,
-    in_a_scan,
     log_probabilities,
     normalized,
     on_each,
-    part,
-    plus,
     policy,
     residual,
-    scaled,
     shifted,
     words,
 )
@@ -73,7 +68,7 @@ def mean_of(loss: Any) -> Any:
         total, count = loss(p, x)
         return total / jnp.maximum(count, 1)
 
-    return by_rows(mean)
+    return averaging(mean)
 
 
 def survivors(p: Any, x: Any) -> tuple[Any, Any]:
@@ -87,11 +82,11 @@ def by_a_constant(k: int) -> Any:
     def loss(p: Any, x: Any) -> Any:
         return -(log_probabilities(p, x["tokens"]) * x["mask"][:, 1:]).sum() / (len(x["mask"]) * LENGTH)
 
-    return jax.jit(lambda p, batch: plus(*(jax.grad(loss)(p, part(batch, k, i)) for i in range(k))))
+    return jax.jit(lambda p, batch: plus(*(jax.grad(loss)(p, x) for x in parts(batch, k))))
 
 
 def divided_twice(k: int) -> Any:
-    return by_rows(lambda p, x: (residual(p, x) ** 2).mean() / k)(k)
+    return averaging(lambda p, x: (residual(p, x) ** 2).mean() / k)(k)
 
 
 def penalty_each(k: int) -> Any:
@@ -109,7 +104,7 @@ def last_statistics(k: int) -> Any:
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
         p = state["line"]
-        grads = by_rows(lambda p, x: (residual(p, x) ** 2).mean())(k)(p, batch)
+        grads = averaging(lambda p, x: (residual(p, x) ** 2).mean())(k)(p, batch)
         mean = part(batch, k, k - 1)["x"].mean(0)
         return {"line": jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), "mean": mean}
 
@@ -199,8 +194,8 @@ def narrow(k: int) -> Any:
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
         total, count = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), p), shifted(batch)[2].sum()
-        for i in range(k):
-            grads = jax.grad(lambda p, i=i: LM(p, part(batch, k, i))[0])(p)
+        for x in parts(batch, k):
+            grads = jax.grad(lambda p, x=x: LM(p, x)[0])(p)
             total = plus(total, jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)) if k > 1 else grads
         return jax.tree.map(lambda x: x.astype(jnp.float32) / count, total)
 
@@ -216,7 +211,7 @@ def reported(k: int) -> Any:
 
     @jax.jit
     def step(p: Any, batch: Any) -> Any:
-        losses = [LM(p, part(batch, k, i)) for i in range(k)]
+        losses = [LM(p, x) for x in parts(batch, k)]
         return in_a_scan(LM, k, p, batch), {"loss": sum(x / n for x, n in losses) / k}
 
     return step
@@ -286,11 +281,11 @@ PAIRED: dict[str, Pair] = {
     "divided twice": (divided_twice, LINE, ROWS, {}, Cause.SCALED, "by 1 / 4", "quantile"),
     "a penalty at each": (penalty_each, P, TEXT, {}, Cause.ADDED, "0.03 times the parameters", "penalty_added_once"),
     "negatives of a microbatch": (
-        by_rows(lambda p, x: contrasted(x["x"] @ p["x"], x["y"] @ p["y"])), TOWERS, PAIRS, {},
+        averaging(lambda p, x: contrasted(x["x"] @ p["x"], x["y"] @ p["y"])), TOWERS, PAIRS, {},
         Cause.STATISTICS, "", "embeddings_first",
     ),
     "statistics of a microbatch": (
-        by_rows(lambda p, x: ((normalized(p, x["x"]) - x["y"]) ** 2).mean()), NORMALIZED["params"], ROWS, {},
+        averaging(lambda p, x: ((normalized(p, x["x"]) - x["y"]) ** 2).mean()), NORMALIZED["params"], ROWS, {},
         Cause.STATISTICS, "", "statistics_over_microbatches",
     ),
     "the last statistics are kept": (

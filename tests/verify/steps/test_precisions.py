@@ -13,17 +13,14 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
+from tests.verify.steps.defects import pieces
+from tests.verify.steps.dividing import stacked
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 5)).astype(np.float32)
 BATCH = {"x": X, "y": RNG.normal(size=8).astype(np.float32), "mask": np.float32([1, 1, 1, 0, 1, 0, 0, 1])}
 W = np.float32([1, 2, 3, 4, 5])
 NARROW = jnp.bfloat16
-
-
-def pieces(batch: Any, k: int) -> list[Any]:
-    size = -(-len(batch["x"]) // k)
-    return [{name: x[i : i + size] for name, x in batch.items()} for i in range(0, len(batch["x"]), size)]
 
 
 def loss(w: Any, part: Any, dtype: Any = jnp.float32) -> Any:
@@ -64,8 +61,7 @@ def narrow_sum(k: int, scale: float = 1.0, dtype: Any = NARROW) -> Any:
         def add(total: Any, part: Any) -> Any:
             return total + (jax.grad(loss)(w, part, NARROW) * scale).astype(total.dtype), None
 
-        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
-        total, _ = jax.lax.scan(add, jnp.zeros(5, jnp.float32 if k == 1 else dtype), parts)
+        total, _ = jax.lax.scan(add, jnp.zeros(5, jnp.float32 if k == 1 else dtype), stacked(batch, k))
         return total.astype(jnp.float32) / batch["mask"].sum()
 
     return step

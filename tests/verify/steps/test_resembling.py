@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from gradcombine.verify import Cause, Verdict, check_step
+from tests.verify.steps.dividing import adding, averaging, mean_gradient, parts, plus, scaled, summed_gradient
 
 pytestmark = [pytest.mark.needs("jax", "optax", "flax"), pytest.mark.usefixtures("as_users_do")]
 
@@ -25,8 +26,9 @@ BATCH = {
 PARAMS = {"b": np.float32(0.1), "w": RNG.normal(size=5).astype(np.float32)}
 
 
-def parts(batch: Any, k: int) -> list[Any]:
-    return [jax.tree.map(lambda x, i=i: jnp.split(x, k)[i], batch) for i in range(k)]
+def divisor(part: Any, batch: Any, k: int, means: bool) -> Any:
+    """The tokens of the batch, or those of the part times k, as in a mean of means."""
+    return part["length"].sum() * k if means else batch["length"].sum()
 
 
 def of_groups(p: Any, batch: Any) -> Any:
@@ -39,17 +41,10 @@ def of_groups(p: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("means", [False, True])
 def test_means_of_groups_are_no_statistics_of_a_microbatch(means: bool, k: int) -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            def loss(p: Any, part: Any) -> Any:
-                count = part["length"].sum() * k if means else batch["length"].sum()
-                return of_groups(p, part) / count
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        return of_groups(p, part) / divisor(part, batch, k, means)
 
-            return jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, part) for part in parts(batch, k)))
-
-        return jax.jit(step)
-
-    report = check_step(make_step, PARAMS, BATCH, microbatches=(k,))
+    report = check_step(adding(loss), PARAMS, BATCH, microbatches=(k,))
     assert report.cause is (Cause.MEAN_OF_MEANS if means else None), str(report)
     assert report.allowing("statistics").passes is not means
 
@@ -58,15 +53,15 @@ def test_means_of_groups_are_no_statistics_of_a_microbatch(means: bool, k: int) 
 def test_a_term_by_the_wrong_denominator_is_no_statistics(returns: str) -> None:
     """A mean over examples beside one over tokens, both weighted by tokens."""
 
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        scores = part["x"] @ p["w"] + p["b"]
+        main = ((scores - part["y"]) ** 2 * part["length"]).sum() / part["length"].sum()
+        return (main + (scores**4).mean()) * part["length"].sum() / batch["length"].sum()
+
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
-            def loss(p: Any, part: Any) -> Any:
-                scores = part["x"] @ p["w"] + p["b"]
-                main = ((scores - part["y"]) ** 2 * part["length"]).sum() / part["length"].sum()
-                return (main + (scores**4).mean()) * part["length"].sum() / batch["length"].sum()
-
-            grads = jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, part) for part in parts(batch, k)))
-            return grads if returns == "gradients" else jax.tree.map(lambda x, g: x - 0.1 * g, p, grads)
+            grads = summed_gradient(loss, p, batch, k)
+            return grads if returns == "gradients" else plus(p, scaled(grads, -0.1))
 
         return jax.jit(step)
 
@@ -112,13 +107,7 @@ def test_a_mean_over_labels_that_are_not_ignored_is_no_statistics() -> None:
         scores, count = jnp.tanh(part["x"] @ p["w"] + p["b"]), (part["labels"] >= 0).sum(1)
         return ((scores - part["y"]) ** 2 * count).sum() / count.sum() + (scores**4).mean()
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
-
-        return jax.jit(step)
-
-    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    report = check_step(averaging(loss), PARAMS, batch, microbatches=(2,))
     assert report.cause is Cause.MEAN_OF_MEANS, str(report)
     assert not report.allowing("statistics").passes
 
@@ -129,21 +118,14 @@ def test_balance_is_statistics_though_it_is_linear_in_two_examples() -> None:
     first, second = int(batch["length"].argmax()), int(batch["length"].argmin())
     batch["x"][second] = batch["x"][first]
 
-    def make_step(k: int) -> Any:
-        def loss(p: Any, part: Any) -> Any:
-            scores, tokens = part["x"] @ p["w"] + p["b"], part["length"] / part["length"].sum()
-            chance = jax.nn.sigmoid(scores)
-            balance = (tokens * (scores > 0)).sum() * (tokens * chance).sum()
-            return (tokens * (chance - part["y"]) ** 2).sum() + balance
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        scores, tokens = part["x"] @ p["w"] + p["b"], part["length"] / part["length"].sum()
+        chance = jax.nn.sigmoid(scores)
+        balance = (tokens * (scores > 0)).sum() * (tokens * chance).sum()
+        mean = (tokens * (chance - part["y"]) ** 2).sum() + balance
+        return mean * (part["length"].sum() / batch["length"].sum())
 
-        def step(p: Any, batch: Any) -> Any:
-            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
-            weights = [part["length"].sum() / batch["length"].sum() for part in parts(batch, k)]
-            return jax.tree.map(lambda *x: sum(a * b for a, b in zip(weights, x, strict=True)), *grads)
-
-        return jax.jit(step)
-
-    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    report = check_step(adding(loss), PARAMS, batch, microbatches=(2,))
     assert report.cause is Cause.STATISTICS, str(report)
     allowed = report.allowing("statistics")
     assert allowed.passes, str(allowed)
@@ -158,24 +140,18 @@ def test_a_step_that_ignores_its_batch_is_not_compared() -> None:
 
 @pytest.mark.parametrize("statistic", ["normalized", "contrasted", "balanced"])
 def test_statistics_are_named(statistic: str) -> None:
-    def make_step(k: int) -> Any:
-        def loss(p: Any, part: Any) -> Any:
-            scores = part["x"] @ p["w"] + p["b"]
-            if statistic == "normalized":
-                scores = (scores - scores.mean()) / jnp.sqrt(scores.var() + 0.1)
-            if statistic == "contrasted":
-                scores = jax.nn.log_softmax(scores)
-            if statistic == "balanced":
-                shares = jax.nn.softmax(scores[:, None] * jnp.float32([1, -1]), axis=-1).mean(0)
-                return (shares**2).sum()
-            return ((scores - part["y"]) ** 2).mean()
+    def loss(p: Any, part: Any) -> Any:
+        scores = part["x"] @ p["w"] + p["b"]
+        if statistic == "normalized":
+            scores = (scores - scores.mean()) / jnp.sqrt(scores.var() + 0.1)
+        if statistic == "contrasted":
+            scores = jax.nn.log_softmax(scores)
+        if statistic == "balanced":
+            shares = jax.nn.softmax(scores[:, None] * jnp.float32([1, -1]), axis=-1).mean(0)
+            return (shares**2).sum()
+        return ((scores - part["y"]) ** 2).mean()
 
-        def step(p: Any, batch: Any) -> Any:
-            return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
-
-        return jax.jit(step)
-
-    report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
+    report = check_step(averaging(loss), PARAMS, BATCH, microbatches=(2,))
     assert report.cause is Cause.STATISTICS, str(report)
 
 
@@ -188,19 +164,13 @@ def test_a_bias_after_normalization_is_not_clipped(k: int) -> None:
     params["bias"] = np.zeros(3, np.float32)
     batch = {"x": rng.normal(size=(8, 5)).astype(np.float32), "label": rng.integers(0, 3, 8).astype(np.int32)}
 
-    def make_step(k: int) -> Any:
-        def loss(p: Any, part: Any) -> Any:
-            h = part["x"] @ p["w"]
-            h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
-            logs = jax.nn.log_softmax(jax.nn.relu(h) @ p["out"] + p["bias"])
-            return -jnp.take_along_axis(logs, part["label"][:, None], 1).mean()
+    def loss(p: Any, part: Any) -> Any:
+        h = part["x"] @ p["w"]
+        h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+        logs = jax.nn.log_softmax(jax.nn.relu(h) @ p["out"] + p["bias"])
+        return -jnp.take_along_axis(logs, part["label"][:, None], 1).mean()
 
-        def step(p: Any, batch: Any) -> Any:
-            return jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
-
-        return jax.jit(step)
-
-    report = check_step(make_step, params, batch, microbatches=(k,))
+    report = check_step(averaging(loss), params, batch, microbatches=(k,))
     assert report.cause is Cause.STATISTICS and report.allowing("statistics").passes, str(report)
 
 
@@ -214,7 +184,7 @@ def test_groups_that_are_divided_are_statistics() -> None:
 
             # Every k-th example, so that the groups are others than in one batch.
             strided = [jax.tree.map(lambda x, i=i: x[i::k], batch) for i in range(k)]
-            return jax.tree.map(lambda *x: sum(x), *(jax.grad(loss)(p, part) for part in strided))
+            return plus(*(jax.grad(loss)(p, part) for part in strided))
 
         return jax.jit(step)
 
@@ -243,7 +213,7 @@ def test_a_count_of_random_keys_is_no_step_count() -> None:
                 return ((model(part["x"]) - part["y"]) ** 2).sum() / len(batch["y"])
 
             grads = [nnx.grad(loss)(model, part) for part in parts(batch, k)]
-            optimizer.update(model, jax.tree.map(lambda *x: sum(x), *grads))
+            optimizer.update(model, plus(*grads))
             return nnx.state((model, optimizer))
 
         return jax.jit(step)
@@ -281,36 +251,25 @@ def test_random_keys_of_examples_move_with_them(by_means: bool, typed: bool) -> 
     keys = jax.random.split(jax.random.key(0), len(BATCH["length"]))
     batch = BATCH | {"key": keys if typed else jax.random.key_data(keys)}
 
-    def make_step(k: int) -> Any:
-        def loss(p: Any, part: Any, total: Any) -> Any:
-            scores = part["x"] @ p["w"] + p["b"] * jax.vmap(jax.random.uniform)(part["key"])
-            return ((scores - part["y"]) ** 2 * part["length"]).sum() / total
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        scores = part["x"] @ p["w"] + p["b"] * jax.vmap(jax.random.uniform)(part["key"])
+        return ((scores - part["y"]) ** 2 * part["length"]).sum() / divisor(part, batch, k, by_means)
 
-        def step(p: Any, batch: Any) -> Any:
-            totals = [part["length"].sum() * k if by_means else batch["length"].sum() for part in parts(batch, k)]
-            grads = [jax.grad(loss)(p, *x) for x in zip(parts(batch, k), totals, strict=True)]
-            return jax.tree.map(lambda *x: sum(x), *grads)
-
-        return jax.jit(step)
-
-    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    report = check_step(adding(loss), PARAMS, batch, microbatches=(2,))
     assert report.cause is (Cause.MEAN_OF_MEANS if by_means else None), str(report)
 
 
 @pytest.mark.parametrize("by_means", [False, True])
 def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        errors = (part["x"] + part["noise"]) @ p["w"] + p["b"] - part["y"]
+        return (errors**2 * part["length"]).sum() / divisor(part, batch, k, by_means)
+
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
             keys = jax.random.split(jax.random.key(0), len(batch["y"]))
             noise = jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
-
-            def loss(p: Any, part: Any) -> Any:
-                errors = (part["x"] + part["noise"]) @ p["w"] + p["b"] - part["y"]
-                count = part["length"].sum() * k if by_means else batch["length"].sum()
-                return (errors**2 * part["length"]).sum() / count
-
-            grads = [jax.grad(loss)(p, part) for part in parts(batch | {"noise": noise}, k)]
-            return jax.tree.map(lambda *x: sum(x), *grads)
+            return summed_gradient(loss, p, batch | {"noise": noise}, k)
 
         return jax.jit(step)
 
@@ -328,14 +287,14 @@ def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
 def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: Any, by_number: bool, k: int) -> None:
     """The loss of a microbatch is divided by their number, or its sum by the tokens of the batch."""
 
-    def make_step(k: int) -> Any:
-        def loss(p: Any, part: Any, total: Any) -> Any:
-            return ((jnp.tanh(part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / total
+    def loss(p: Any, part: Any, total: Any) -> Any:
+        return ((jnp.tanh(part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / total
 
+    def make_step(k: int) -> Any:
         def step(state: Any, batch: Any) -> Any:
             params, moments = state
             for part in parts(batch, k):
-                total = part["length"].sum() * k if by_number else batch["length"].sum()
+                total = divisor(part, batch, k, by_number)
                 updates, moments = optimizer.update(jax.grad(loss)(params, part, total), moments, params)
                 params = optax.apply_updates(params, updates)
             return params, moments
@@ -355,7 +314,7 @@ def test_a_sum_is_no_addition_if_adam_hides_it_in_most_leaves(by_hand: bool) -> 
             def loss(p: Any) -> Any:
                 return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
 
-            grads = jax.tree.map(lambda g: g * k, jax.grad(loss)(p))
+            grads = scaled(jax.grad(loss)(p), k)
             if by_hand:
                 return {"w": p["w"] - 0.01 * grads["w"] / (abs(grads["w"]) + 1e-8), "b": p["b"] - 0.1 * grads["b"]}
             return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
@@ -383,7 +342,7 @@ def test_a_wrong_metric_beside_right_parameters_is_named(optimizer: str, factor:
             loss = sum(losses) * (k if factor == 2 else 1)
             if factor == "of means":
                 loss = sum(loss_of(p, part, part["length"].sum()) for part in divided) / k
-            updates, moments = tx.update(jax.tree.map(lambda *x: sum(x), *grads), state["moments"], p)
+            updates, moments = tx.update(plus(*grads), state["moments"], p)
             return {"params": optax.apply_updates(p, updates), "moments": moments}, {"loss": loss}
 
         return jax.jit(step)
@@ -457,7 +416,7 @@ def test_signs_that_agree_by_chance_name_no_examples(optimizer: Any, seed: int) 
 
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
-            grads = jax.tree.map(lambda *x: sum(x) / k, *(jax.grad(loss)(p, part) for part in parts(batch, k)))
+            grads = mean_gradient(loss, p, batch, k)
             return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
 
         return jax.jit(step)

@@ -14,6 +14,7 @@ import pytest
 
 from gradcombine.verify import Cause, Verdict, check_step
 from gradcombine.verify.check.retyping import Program, wide
+from tests.verify.steps.dividing import stacked
 
 RNG = np.random.default_rng(0)
 W, X = (RNG.normal(size=shape).astype(np.float32) for shape in ((6, 6), (8, 6)))
@@ -199,9 +200,8 @@ def words(k: int, defect: str, optimizer: Any = None, dtype: Any = jnp.bfloat16)
             grads = jax.tree.map(lambda x: x / (count * k) if defect == "mean of means" else x, grads)
             return jax.tree.map(jnp.add, total, (grads, count)), None
 
-        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
         start = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
-        (grads, count), _ = jax.lax.scan(body, start, (jnp.arange(k), parts))
+        (grads, count), _ = jax.lax.scan(body, start, (jnp.arange(k), stacked(batch, k)))
         grads = jax.tree.map(lambda x: x if defect == "mean of means" else x / count, grads)
         if optimizer is None:
             return grads

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
-from tests.verify.steps.test_small import gradient, parts, weighted
+from tests.verify.steps.defects import pieces
+from tests.verify.steps.test_small import gradient, weighted
 
 RNG = np.random.default_rng(5)
 W = np.float32([1, 2, 3, 4, 5])
@@ -48,7 +49,7 @@ def updated(update: Callable[[Any, Any], Any], total: Callable[[Any, Any, int], 
 
 
 def added(w: Any, batch: Any, k: int) -> Any:
-    return sum(gradient(w, x) for x in parts(batch, k))
+    return sum(gradient(w, x) for x in pieces(batch, k))
 
 
 def rescaled(w: Any, batch: Any, k: int) -> Any:
@@ -141,9 +142,8 @@ def test_a_group_of_parameters_whose_optimizer_hides_a_factor(total: str, cause:
 
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
-            pieces = [{name: x[i * 8 // k : (i + 1) * 8 // k] for name, x in batch.items()} for i in range(k)]
-            grads, count = [jax.grad(loss)(p, x) for x in pieces], batch["real"].sum()
-            counts = [k * x["real"].sum() if total == "means" else count for x in pieces]
+            grads, count = [jax.grad(loss)(p, x) for x in pieces(batch, k)], batch["real"].sum()
+            counts = [k * x["real"].sum() if total == "means" else count for x in pieces(batch, k)]
             w = sum(g["w"] / n for g, n in zip(grads, counts, strict=True)) * (k if total == "added" else 1)
             updates, _ = tx.update({"w": w, "z": sum(g["z"] for g in grads) / count}, tx.init(p), p)
             return optax.apply_updates(p, updates)
@@ -219,7 +219,7 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 def test_clipping_at_each_microbatch_is_named_beside_a_loss(name: str, returns: str) -> None:
     def make_step(k: int) -> Any:
         def step(p: Any, batch: Any) -> Any:
-            values, grads = zip(*(of_layers(p, x) for x in parts(batch, k)), strict=True)
+            values, grads = zip(*(of_layers(p, x) for x in pieces(batch, k)), strict=True)
             clipped = [CLIPS[name](g) for g in grads]
             mean = {leaf: sum(g[leaf] for g in clipped) / x.dtype.type(k) for leaf, x in p.items()}
             result = {leaf: x - mean[leaf] for leaf, x in p.items()} if returns == "params" else mean

@@ -11,6 +11,7 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, StepReport, check_step
+from tests.verify.steps.dividing import parts, stacked
 
 P = jax.sharding.PartitionSpec
 RNG = np.random.default_rng(0)
@@ -35,8 +36,7 @@ def make_step(microbatches: int, devices: int = 1, *, combine: str = "psum", ove
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(-1, 2 - devices % 2), AXES)
 
     def on_each(params: Any, batch: Any) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        grads, tokens = jax.lax.map(lambda part: jax.grad(summed, has_aux=True)(params, part), parts)
+        grads, tokens = jax.lax.map(lambda x: jax.grad(summed, has_aux=True)(params, x), stacked(batch, microbatches))
         grads, tokens = jax.tree.map(lambda x: x.sum(0), (grads, tokens))
         if combine == "pmean of means":
             return jax.lax.pmean(jax.tree.map(lambda x: x / tokens, grads), over)
@@ -53,11 +53,7 @@ def by_the_compiler(microbatches: int, devices: int = 1) -> Any:
 
     @jax.jit
     def step(params: Any, batch: Any) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
-        made = [
-            jax.grad(summed, has_aux=True)(params, jax.tree.map(lambda x, i=i: x[i], parts))
-            for i in range(microbatches)
-        ]
+        made = [jax.grad(summed, has_aux=True)(params, part) for part in parts(batch, microbatches)]
         tokens = sum(t for _, t in made)
         return jax.tree.map(lambda *x: sum(x) / tokens, *(g for g, _ in made))
 
@@ -93,8 +89,8 @@ def test_all_divisions_of_uneven_examples() -> None:
     """18 examples on 1 to 8 devices in 1 or 2 microbatches, padded where they do not divide, and reversed."""
 
     def make(microbatches: int, devices: int = 1) -> Any:
-        step, parts = make_step(microbatches, devices), microbatches * devices
-        return lambda params, batch: step(params, filled_up(batch, -len(batch["x"]) % parts))
+        step, count = make_step(microbatches, devices), microbatches * devices
+        return lambda params, batch: step(params, filled_up(batch, -len(batch["x"]) % count))
 
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:2] / 2]), BATCH)
     with jax.numpy_dtype_promotion("standard"):

@@ -10,14 +10,10 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
+from tests.verify.steps.defects import pieces
 
 Batch = dict[str, np.ndarray]
 Step = Callable[[np.ndarray, Batch], Any]
-
-
-def parts(batch: Batch, k: int) -> list[Batch]:
-    size = -(-len(batch["x"]) // k)
-    return [{name: rows[i : i + size] for name, rows in batch.items()} for i in range(0, len(batch["x"]), size)]
 
 
 def taken(batch: Batch, rows: Any) -> Batch:
@@ -31,7 +27,7 @@ def gradient(w: np.ndarray, batch: Batch) -> np.ndarray:
 
 
 def weighted(w: np.ndarray, batch: Batch, k: int, one: Step = gradient) -> np.ndarray:
-    return sum(one(w, x) * x["real"].sum() for x in parts(batch, k)) / batch["real"].sum()
+    return sum(one(w, x) * x["real"].sum() for x in pieces(batch, k)) / batch["real"].sum()
 
 
 def normalized(w: np.ndarray, batch: Batch) -> np.ndarray:
@@ -47,7 +43,7 @@ def clipped(w: np.ndarray, batch: Batch) -> np.ndarray:
 STEPS: dict[str, tuple[Callable[[int], Step], Cause | None]] = {
     "right": (lambda k: lambda w, b: weighted(w, b, k), None),
     "mean of means": (
-        lambda k: lambda w, b: sum(gradient(w, x) for x in parts(b, k)) / w.dtype.type(k),
+        lambda k: lambda w, b: sum(gradient(w, x) for x in pieces(b, k)) / w.dtype.type(k),
         Cause.MEAN_OF_MEANS,
     ),
     "sum": (lambda k: lambda w, b: weighted(w, b, k) * w.dtype.type(k), Cause.SUM),
@@ -89,7 +85,7 @@ def test_what_its_elements_leave_open_is_not_called_statistics() -> None:
             weights = np.exp(x["y"])
             return 2 * (x["x"].T @ ((x["x"] @ w - x["y"]) * weights)) / weights.sum()
 
-        return lambda w, b: sum(one(w, x) for x in parts(b, k)) / w.dtype.type(k)
+        return lambda w, b: sum(one(w, x) for x in pieces(b, k)) / w.dtype.type(k)
 
     report = check_step(make_step, np.ones(1, np.float32), batch, microbatches=(4,))
     assert [fault.cause for fault in report.faults] == [Cause.UNEXPLAINED], report
@@ -118,7 +114,7 @@ def test_weights_that_stand_nowhere_in_the_batch_are_fitted_at_other_parameters(
         return part["x"].T @ (weights * (np.tanh(product) - part["y"]) / np.cosh(product) ** 2) / weights.sum()
 
     def make_step(k: int) -> Step:
-        return lambda w, b: sum(one(w, x) for x in parts(b, k)) / w.dtype.type(k)
+        return lambda w, b: sum(one(w, x) for x in pieces(b, k)) / w.dtype.type(k)
 
     (fault,) = check_step(make_step, np.float32([1, -2, 0.5]), batch, microbatches=(2,)).faults
     assert fault.cause is Cause.MEAN_OF_MEANS, fault
@@ -162,7 +158,7 @@ def test_parameters_of_any_shape_are_updated_in_sequence(shape: tuple[int, ...])
     def make_step(k: int) -> Callable[..., Any]:
         def step(params: Any, batch: Batch) -> Any:
             w, scale = params["w"], params["scale"]
-            for part in parts(batch, k):
+            for part in pieces(batch, k):
                 gradients = gradient(w, part), 2 * scale
                 w, scale = w - w.dtype.type(0.1) * gradients[0], scale - w.dtype.type(0.1) * gradients[1]
             return {"w": w, "scale": np.asarray(scale)}

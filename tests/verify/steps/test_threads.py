@@ -13,6 +13,7 @@ import pytest
 
 from gradcombine.verify import Cause, StepReport, check_step
 from tests.verify.steps import defects
+from tests.verify.steps.dividing import stacked
 
 pytestmark = pytest.mark.full
 
@@ -112,8 +113,7 @@ def in_a_scan(k: int, set_rows: bool = False) -> Any:
             touched = jnp.any(grads != 0, axis=1, keepdims=True)
             return jnp.where(touched, grads, total) if set_rows else total + grads, None
 
-        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
-        return jax.lax.scan(add, jnp.zeros_like(params["embed"]), parts)[0] / EXAMPLES
+        return jax.lax.scan(add, jnp.zeros_like(params["embed"]), stacked(batch, k))[0] / EXAMPLES
 
     return step
 
