@@ -32,6 +32,17 @@ def mesh(replicas: int = N, axis: str = "d", kind: AxisType = AxisType.Auto) -> 
     return jax.make_mesh((replicas,), (axis,), axis_types=(kind,), devices=jax.devices()[:replicas])
 
 
+def grid(kind: AxisType = AxisType.Auto, data: int = 4, model: int = 2) -> Mesh:
+    """A mesh of data and model axes."""
+    devices = jax.devices()[: data * model]
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def levels(state: Any, function: Callable[[Any], Any]) -> Any:
+    """The state of a step with the function applied to the arrays of its window's levels."""
+    return state._replace(window=state.window._replace(levels=jax.tree.map(function, state.window.levels)))
+
+
 def by_pmap(program: Callable[..., Any], *data: Any) -> Any:
     return jax.pmap(program, axis_name="d", devices=jax.devices()[:N])(*data)
 

@@ -16,7 +16,7 @@ from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, on_replicas, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate, map_replicas
 from gradcombine.verify.compare.ulp import equal_bits
-from tests.integrations.jax.replicas import collectives
+from tests.integrations.jax.replicas import collectives, grid
 from tests.integrations.jax.replicas import mesh as one_axis
 from tests.spec.selection import FULL, cases
 
@@ -27,12 +27,6 @@ W = RNG.standard_normal((8, 8)).astype(np.float32)
 
 AUTO, EXPLICIT = KINDS = (AxisType.Auto, AxisType.Explicit)
 SPECS = {"whole": P(), "model": P(None, "model"), "fsdp": P("data", "model"), "rows": P("data")}
-
-
-def mesh(kind: AxisType, data: int = 4, model: int = 2) -> Mesh:
-    return jax.make_mesh(
-        (data, model), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[: data * model]
-    )
 
 
 def put(on: Mesh, spec: P, value: Any) -> Any:
@@ -63,7 +57,7 @@ QUICK = [("tokens", "model", AUTO), ("tree", "fsdp", AUTO)]
     ("name", "at", "kind"), cases(QUICK, GRADIENTS, ("whole", "model", "fsdp"), KINDS, pairwise=True)
 )
 def test_the_bits_are_those_of_shard_map(name: str, at: str, kind: AxisType) -> None:
-    on, spec, (given, options) = mesh(kind), SPECS[at], GRADIENTS[name]
+    on, spec, (given, options) = grid(kind), SPECS[at], GRADIENTS[name]
     w, x = put(on, spec, W), put(on, P("data"), X)
     gradient = value_and_grad(given, 3, over=OVER, **options)
     whole = P(None, *spec[1:])
@@ -77,7 +71,7 @@ def test_the_bits_are_those_of_shard_map(name: str, at: str, kind: AxisType) -> 
 @FULL
 @pytest.mark.parametrize("kind", KINDS)
 def test_check_vma_beside_an_axis_of_the_compiler(kind: AxisType) -> None:
-    on = mesh(kind)
+    on = grid(kind)
     gradient = value_and_grad(tokens, 3, over=OVER)
     w, x = put(on, P(None, "model"), W), put(on, P("data"), X)
     mapped = jax.shard_map(gradient, mesh=on, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
@@ -92,7 +86,7 @@ def test_check_vma_of_a_loop_in_a_weighted_loss() -> None:
             jax.lax.scan(lambda carry, row: (carry + row.sum() * carry, None), w, x)[0].sum(), weight=x.sum()
         )
 
-    on, x = mesh(AxisType.Auto), np.full((24, 2), 0.125, np.float32)
+    on, x = grid(), np.full((24, 2), 0.125, np.float32)
     gradient = value_and_grad(looped, 3, over=OVER)
     mapped = jax.shard_map(gradient, mesh=on, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
     assert float(jax.jit(mapped)(jnp.float32(1), x)[1]) == 1.25**2
@@ -100,7 +94,7 @@ def test_check_vma_of_a_loop_in_a_weighted_loss() -> None:
 
 @pytest.mark.parametrize(("at", "kind"), cases([("rows", AUTO)], ("whole", "rows"), KINDS))
 def test_replicas_exchange_outside_of_the_loop_alone(at: str, kind: AxisType) -> None:
-    on, spec = mesh(kind, 8, 1), SPECS[at]
+    on, spec = grid(kind, 8, 1), SPECS[at]
     step = train_step(tokens, optax.sgd(1.0, momentum=0.5), microbatches=3, over=OVER)
     params, x = put(on, spec, W), put(on, P("data"), X)
     state = step.init(params)
@@ -114,7 +108,7 @@ def test_replicas_exchange_outside_of_the_loop_alone(at: str, kind: AxisType) ->
 
 @pytest.mark.full
 def test_gradients_are_split_as_explicit_axes_split_their_parameters() -> None:
-    on = mesh(AxisType.Explicit)
+    on = grid(EXPLICIT)
     split = {"a": P("data", "model"), "b": P(None, "data"), "c": P(None, "model")}
     params = {name: put(on, spec, W) for name, spec in split.items()}
 
@@ -139,7 +133,7 @@ def product(w: Any, x: Any) -> Any:
 def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Integer inputs make the sums exact; the last window is partial."""
     monkeypatch.setattr(on_replicas, "SEPARATE_BYTES", 64)  # the all-reduce reuses the buffer of the window's matrix
-    on, spec = mesh(kind), SPECS[at]
+    on, spec = grid(kind), SPECS[at]
     step = train_step(product, optax.sgd(1.0, momentum=0.5), every=3, over=OVER, order=order)
     xs = RNG.integers(-8, 9, (5, 16, 8)).astype(np.float32)
     params = put(on, spec, W)
@@ -162,7 +156,7 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
 @pytest.mark.parametrize("every", [2, gc.UNTIL_FLUSH], ids=["two", "until flush"])
 def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None:
     """The initial zeros are created outside of any program and of jax.set_mesh."""
-    on = mesh(EXPLICIT, 4, 1)
+    on = grid(EXPLICIT, 4, 1)
 
     def measured(w: Any, x: Any) -> Any:
         made = jnp.tanh(x @ w)
@@ -182,7 +176,7 @@ def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None
 
 @pytest.mark.full
 def test_the_mesh_may_be_the_one_in_scope() -> None:
-    on = mesh(AxisType.Auto)
+    on = grid()
     gradient = value_and_grad(loss, 3, over=OVER)
     with jax.set_mesh(on):
         in_scope = jax.jit(gradient)(W, X)[1]
@@ -191,7 +185,7 @@ def test_the_mesh_may_be_the_one_in_scope() -> None:
 
 
 def test_a_state_may_be_created_in_jit_where_the_mesh_is_in_scope() -> None:
-    on = mesh(AxisType.Auto)
+    on = grid()
     params = put(on, P(), W)
     tx = accumulate(optax.sgd(1.0), every=2, over=OVER)
     for init in (train_step(loss, optax.sgd(1.0), every=2, over=OVER).init, map_replicas(tx.init, OVER)):
@@ -203,7 +197,7 @@ def test_a_state_may_be_created_in_jit_where_the_mesh_is_in_scope() -> None:
 
 
 def test_the_carry_has_an_axis_of_replicas() -> None:
-    on = mesh(AxisType.Auto)
+    on = grid()
 
     def counting(w: Any, seen: Any, x: Any) -> Any:
         return LossOutput(jnp.mean(x @ w), carry=seen + jnp.sum(x[:, 0]))
@@ -220,7 +214,7 @@ def test_the_carry_has_an_axis_of_replicas() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("given", "kind"), cases([(tokens, AUTO)], (loss, tokens), KINDS))
 def test_a_batch_that_is_split_over_devices_is_divided_where_it_lies(given: Any, kind: AxisType) -> None:
-    on = mesh(kind, 8, 1)
+    on = grid(kind, 8, 1)
     gradient = value_and_grad(given, 3)
     w, x = put(on, P(), W), put(on, P("data"), X)
     compiled = jax.jit(gradient).lower(w, x).compile()
@@ -241,7 +235,7 @@ def last(w: Any, x: Any) -> Any:
 )
 def test_a_microbatch_has_a_part_of_every_block(kind: AxisType, n: int, interleaved: bool, expected: Any) -> None:
     """One block per device; five examples per device make microbatches of three and two."""
-    on = mesh(kind, 8, 1)
+    on = grid(kind, 8, 1)
     x = put(on, P("data"), np.arange(n, dtype=np.float32))
     gradient = value_and_grad(
         Loss(last, has_aux=True, aux_reduction=reductions.last() if expected else reductions.max()),
@@ -270,7 +264,7 @@ def other_devices() -> Any:
     ],
 )
 def test_what_cannot_be_mapped_is_refused(over: Any, x: Any, message: str) -> None:
-    w = put(mesh(AxisType.Auto), P(), W)
+    w = put(grid(), P(), W)
     with pytest.raises(gc.GradCombineError, match=f"value_and_grad.*{message}"):
         value_and_grad(loss, 2, over=over)(w, x() if callable(x) else x)
 
@@ -283,7 +277,7 @@ def test_shards_of_parameters_are_refused(settings: dict[str, int]) -> None:
     def call(w: Any, x: Any) -> Any:
         return step.function(w, step.init(w), x)[0]
 
-    mapped = jax.shard_map(call, mesh=mesh(AxisType.Auto), in_specs=(P("data"), P("data")), out_specs=P("data"))
+    mapped = jax.shard_map(call, mesh=grid(), in_specs=(P("data"), P("data")), out_specs=P("data"))
     with pytest.raises(gc.GradCombineError, match=r"train_step: expected parameters that are the same .* over data"):
         jax.jit(mapped)(W[:, 0], X)
 
@@ -295,7 +289,7 @@ def test_no_mesh_at_all_is_refused() -> None:
 
 def test_arguments_on_other_devices_are_named() -> None:
     step = train_step(loss, optax.sgd(1.0), microbatches=2)
-    w = put(mesh(AxisType.Auto, 2, 2), P(), W)
+    w = put(grid(AUTO, 2, 2), P(), W)
     with pytest.raises(
         gc.GradCombineError, match=r"leaf \[0\]: expected arguments on the same devices, .*\[4, 5, 6, 7\]"
     ):

@@ -44,6 +44,11 @@ class WithState(nnx.Module):
         return self.linear(self.dropout(self.norm(x)))[:, 0]
 
 
+class Drop(nnx.Module):
+    def __init__(self) -> None:
+        self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
 def loss(model: Any, x: Any, mask: Any) -> LossOutput:
     term = losses.token_mean(model(x) ** 2, mask)
     return LossOutput(term.numerator / term.denominator, weight=term.denominator)
@@ -102,10 +107,6 @@ def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
 
 @pytest.mark.full
 def test_keys_of_random_streams_do_not_replace_a_missing_argument() -> None:
-    class Drop(nnx.Module):
-        def __init__(self) -> None:
-            self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
     def loss(model: Drop, x: Any, y: Any) -> Any:
         return jnp.mean(model.w[...] * model.dropout(x) - y)
 
@@ -124,10 +125,6 @@ def test_keys_of_random_streams_do_not_replace_a_missing_argument() -> None:
 
 @pytest.mark.full
 def test_each_microbatch_has_keys_of_its_own() -> None:
-    class Drop(nnx.Module):
-        def __init__(self) -> None:
-            self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
     def dropped(model: Drop, x: Any, key: Any = None) -> tuple[Any, Any]:
         own = () if key is None else jax.random.uniform(key)
         return model.w[...] * 1.0, {"rows": model.dropout(x), "own": own}

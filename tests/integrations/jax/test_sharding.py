@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from tests.integrations.jax.replicas import collectives
+from tests.integrations.jax.replicas import collectives, grid
 from tests.spec.selection import cases
 
 SPECS = {"rows": P("data"), "columns": P(None, "model"), "both": P("data", "model"), "whole": P()}
@@ -26,10 +26,6 @@ REDUCTIONS = {
     "moments": reductions.moments(),
 }
 QUICK = [("mean", "sequential"), ("moments", "sequential"), ("exact", "tree"), ("compensated", "tree")]
-
-
-def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
 
 
 def params(over: jax.sharding.Mesh) -> dict[str, jax.Array]:
@@ -56,7 +52,7 @@ def placed(state: Any, like: dict[str, jax.Array]) -> None:
 
 @pytest.mark.parametrize(("name", "order"), cases(QUICK, REDUCTIONS, ("sequential", "tree")))
 def test_a_state_lies_where_the_parameters_lie(name: str, order: Any) -> None:
-    like = params(mesh())
+    like = params(grid())
     acc = gc.accumulate(REDUCTIONS[name], every=3, order=order)
     specs = specs_of(like)
     for made in (acc.init(like), acc.init(specs), jax.jit(lambda: acc.init(specs))()):
@@ -64,7 +60,7 @@ def test_a_state_lies_where_the_parameters_lie(name: str, order: Any) -> None:
 
 
 def test_explicit_axes_carry_the_sharding_through_jit() -> None:
-    over = mesh(AxisType.Explicit)
+    over = grid(AxisType.Explicit)
     with jax.set_mesh(over):
         like = params(over)
         acc = gc.accumulate(REDUCTIONS["mean"], every=3)
@@ -79,7 +75,7 @@ def test_explicit_axes_carry_the_sharding_through_jit() -> None:
     cases([("mean", "tree"), ("compensated", "sequential")], ("mean", "compensated", "max"), ("sequential", "tree")),
 )
 def test_updates_and_values_stay_there_and_move_nothing(name: str, order: Any) -> None:
-    like = params(mesh())
+    like = params(grid())
     acc = gc.accumulate(REDUCTIONS[name], every=2, order=order)
     state = acc.init(like)
     update = jax.jit(acc.update, donate_argnums=1).lower(like, state).compile()
@@ -128,7 +124,7 @@ def by_hand(grads_of: Any) -> Any:
 
 @pytest.mark.full
 def test_a_window_inside_one_program_adds_no_collective_to_those_of_the_gradient() -> None:
-    over = mesh()
+    over = grid()
     weights = params(over)
     xs = np.random.default_rng(0).integers(-4, 5, (4, 16, 8)).astype(np.float32)
     xs = jax.device_put(xs, NamedSharding(over, P(None, "data")))

@@ -1,6 +1,5 @@
 """Training steps on replicas with different data, under each of JAX's mapping transformations."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.integrations.jax.replicas import (
     TOKENS,
     N,
     collectives,
+    levels,
     mesh,
     token_mean,
 )
@@ -77,20 +77,17 @@ def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
     specs = TrainState(gc.AccumulateState(levels=P("d"), step=P(), index=P()), opt_state=P(), carry=P("d"))
     traces: list[int] = []
 
-    def levels(state: TrainState, function: Callable[[Any], Any]) -> TrainState:
-        return state._replace(window=state.window._replace(levels=jax.tree.map(function, state.window.levels)))
-
     def begin(params: Any) -> Any:
-        return levels(STEPS["every"].init(params), lambda leaf: leaf[None])
+        return levels(STEPS["every"].init(params), lambda x: x[None])
 
     def call(params: Any, state: Any, x: Any, tokens: Any) -> Any:
         traces.append(1)
-        params, state, metrics = STEPS["every"].function(params, levels(state, lambda leaf: leaf[0]), x, tokens)
-        return params, levels(state, lambda leaf: leaf[None]), metrics
+        params, state, metrics = STEPS["every"].function(params, levels(state, lambda x: x[0]), x, tokens)
+        return params, levels(state, lambda x: x[None]), metrics
 
     def end(params: Any, state: Any) -> Any:
-        params, state, metrics = STEPS["every"].flush_function(params, levels(state, lambda leaf: leaf[0]))
-        return params, levels(state, lambda leaf: leaf[None]), metrics
+        params, state, metrics = STEPS["every"].flush_function(params, levels(state, lambda x: x[0]))
+        return params, levels(state, lambda x: x[None]), metrics
 
     mapped = {"mesh": mesh(), "check_vma": check_vma}
     init = jax.jit(jax.shard_map(begin, in_specs=P(), out_specs=specs, **mapped))

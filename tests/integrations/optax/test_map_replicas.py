@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.optax import accumulate, map_replicas, skip_not_finite
-from tests.integrations.jax.replicas import collectives, mesh
+from tests.integrations.jax.replicas import collectives, grid, mesh
 
 OVER = gc.jax_axis("data")
 TX = accumulate(optax.sgd(1.0), every=2, over=OVER, skip=skip_not_finite())
@@ -31,7 +31,7 @@ def step(w: Any, state: Any, x: Any) -> Any:
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_a_step_on_a_mesh(kind: AxisType) -> None:
     """Integer data makes all sums exact; a microbatch with an infinity is skipped on all replicas."""
-    devices = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    devices = grid(kind)
 
     def put(spec: P, value: Any) -> Any:
         return jax.device_put(value, NamedSharding(devices, spec))

@@ -23,6 +23,7 @@ from tests.integrations.jax.replicas import (
     by_pmap,
     by_vmap,
     collectives,
+    levels,
     mesh,
     token_mean,
 )
@@ -103,9 +104,6 @@ def test_a_window_outlives_calls_of_shard_map(check_vma: bool, order: Any) -> No
     tx = accumulate(NEGATE, 2, over=AXIS, order=order)
     specs = AccumulateUpdatesState(gc.AccumulateState(levels=P("d"), step=P(), index=P()), inner=P(), applied=P())
     traces: list[int] = []
-
-    def levels(state: Any, function: Callable[[Any], Any]) -> Any:
-        return state._replace(window=state.window._replace(levels=jax.tree.map(function, state.window.levels)))
 
     def begin(params: Any) -> Any:
         return levels(tx.init(params), lambda x: x[None])
