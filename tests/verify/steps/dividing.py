@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def eager(step: Any) -> Any:
+    """A factory of steps from ``step(params, batch, k)``."""
+
+    @wraps(step)
+    def make_step(k: int) -> Any:
+        return partial(step, k=k)
+
+    return make_step
+
+
+def jitted(step: Any) -> Any:
+    """A factory of compiled steps from ``step(params, batch, k)``."""
+
+    @wraps(step)
+    def make_step(k: int) -> Any:
+        return jax.jit(partial(step, k=k))
+
+    return make_step
 
 
 def part(batch: Any, k: int, i: int) -> Any:
@@ -42,12 +62,12 @@ def summed_gradient(loss: Any, p: Any, batch: Any, k: int) -> Any:
 
 def averaging(loss: Any) -> Any:
     """A factory of steps that return the `mean_gradient`."""
-    return lambda k: jax.jit(lambda p, batch: mean_gradient(loss, p, batch, k))
+    return jitted(partial(mean_gradient, loss))
 
 
 def adding(loss: Any) -> Any:
     """A factory of steps that return the `summed_gradient`."""
-    return lambda k: jax.jit(lambda p, batch: summed_gradient(loss, p, batch, k))
+    return jitted(partial(summed_gradient, loss))
 
 
 def in_a_scan(loss: Any, k: int, params: Any, batch: Any) -> Any:

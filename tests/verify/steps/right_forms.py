@@ -14,7 +14,7 @@ import tensorflow as tf
 from flax import nnx, struct
 
 import gradcombine as gc
-from tests.verify.steps.dividing import averaging, in_a_scan, mean_gradient, part, parts, plus, scaled, stacked
+from tests.verify.steps.dividing import averaging, in_a_scan, jitted, mean_gradient, part, parts, plus, scaled, stacked
 from tests.verify.steps.right_losses import (
     LINE,
     LM,
@@ -89,16 +89,13 @@ def a_donated_state_and_metrics(k: int) -> Any:
 
 
 @right((LINE, *(jax.tree.map(np.zeros_like, LINE) for _ in range(2))), MASKED, returns="params")
-def adam_by_hand(k: int) -> Any:
-    @jax.jit
-    def step(state: Any, batch: Any) -> Any:
-        p, m, v = state
-        grads = scaled(plus(*(jax.grad(masked_sum)(p, x) for x in parts(batch, k))), 1 / batch["mask"].sum())
-        m = plus(scaled(m, 0.9), scaled(grads, 0.1))
-        v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, v, grads)
-        return jax.tree.map(lambda p, m, v: p - 1e-2 * m / (jnp.sqrt(v) + 1e-8), p, m, v), m, v
-
-    return step
+@jitted
+def adam_by_hand(state: Any, batch: Any, k: int) -> Any:
+    p, m, v = state
+    grads = scaled(plus(*(jax.grad(masked_sum)(p, x) for x in parts(batch, k))), 1 / batch["mask"].sum())
+    m = plus(scaled(m, 0.9), scaled(grads, 0.1))
+    v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, v, grads)
+    return jax.tree.map(lambda p, m, v: p - 1e-2 * m / (jnp.sqrt(v) + 1e-8), p, m, v), m, v
 
 
 # --- trees, batches and loops ---
@@ -179,28 +176,22 @@ def multi_steps_of_rows_of_one_weight(k: int) -> Any:
 
 
 @right(LINE, ROWS)
-def skips_what_is_not_finite(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        total, count = jax.tree.map(jnp.zeros_like, p), 0.0
-        for rows in parts(batch, k):
-            grads = jax.grad(mean_loss)(p, rows)
-            finite = jnp.isfinite(jnp.stack([x.sum() for x in jax.tree.leaves(grads)])).all()
-            total, count = plus(total, jax.tree.map(lambda x, y=finite: jnp.where(y, x, 0), grads)), count + finite
-        return jax.tree.map(lambda x: x / count, total)
-
-    return step
+@jitted
+def skips_what_is_not_finite(p: Any, batch: Any, k: int) -> Any:
+    total, count = jax.tree.map(jnp.zeros_like, p), 0.0
+    for rows in parts(batch, k):
+        grads = jax.grad(mean_loss)(p, rows)
+        finite = jnp.isfinite(jnp.stack([x.sum() for x in jax.tree.leaves(grads)])).all()
+        total, count = plus(total, jax.tree.map(lambda x, y=finite: jnp.where(y, x, 0), grads)), count + finite
+    return jax.tree.map(lambda x: x / count, total)
 
 
 @right(LINE, ROWS)
-def callbacks_and_metrics(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        losses, grads = jax.lax.map(lambda x: jax.value_and_grad(mean_loss)(p, x), stacked(batch, k))
-        jax.debug.callback(lambda x: None, losses.mean())
-        return jax.tree.map(lambda x: x.mean(0), grads), {"loss": losses.mean()}
-
-    return step
+@jitted
+def callbacks_and_metrics(p: Any, batch: Any, k: int) -> Any:
+    losses, grads = jax.lax.map(lambda x: jax.value_and_grad(mean_loss)(p, x), stacked(batch, k))
+    jax.debug.callback(lambda x: None, losses.mean())
+    return jax.tree.map(lambda x: x.mean(0), grads), {"loss": losses.mean()}
 
 
 class Engine:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from tests.verify.steps.dividing import averaging, by_counts, in_a_scan, part, parts, plus, scaled, stacked
+from tests.verify.steps.dividing import averaging, by_counts, in_a_scan, jitted, part, parts, plus, scaled, stacked
 
 N, LENGTH, WORDS, WIDTH = 8, 10, 12, 8
 RNG = np.random.default_rng(0)
@@ -143,20 +143,17 @@ counted("low-rank adapters", {"a": drawn(WIDTH, 2), "b": 0.1 * drawn(2, 2 * WIDT
 
 
 @right(P, TEXT)
-def fori_loop_and_dynamic_slices(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        size = len(batch["tokens"]) // k
+@jitted
+def fori_loop_and_dynamic_slices(p: Any, batch: Any, k: int) -> Any:
+    size = len(batch["tokens"]) // k
 
-        def body(i: Any, carry: Any) -> Any:
-            x = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size), batch)
-            (_, count), grads = jax.value_and_grad(LM, has_aux=True)(p, x)
-            return plus(carry, (grads, count))
+    def body(i: Any, carry: Any) -> Any:
+        x = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size), batch)
+        (_, count), grads = jax.value_and_grad(LM, has_aux=True)(p, x)
+        return plus(carry, (grads, count))
 
-        grads, count = jax.lax.fori_loop(0, k, body, (jax.tree.map(jnp.zeros_like, p), 0.0))
-        return jax.tree.map(lambda x: x / count, grads)
-
-    return step
+    grads, count = jax.lax.fori_loop(0, k, body, (jax.tree.map(jnp.zeros_like, p), 0.0))
+    return jax.tree.map(lambda x: x / count, grads)
 
 
 @right(P, TEXT)
@@ -169,13 +166,10 @@ def loss_scale_in_float16(k: int) -> Any:
 
 
 @right(P, TEXT)
-def words_counted_first(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        count = shifted(batch)[2].sum()
-        return plus(*(jax.grad(lambda p, x: LM(p, x)[0] / count)(p, x) for x in parts(batch, k)))
-
-    return step
+@jitted
+def words_counted_first(p: Any, batch: Any, k: int) -> Any:
+    count = shifted(batch)[2].sum()
+    return plus(*(jax.grad(lambda p, x: LM(p, x)[0] / count)(p, x) for x in parts(batch, k)))
 
 
 def padded(batch: Any, n: int) -> Any:
@@ -228,13 +222,10 @@ def bfloat16_parameters_and_float32_accumulator(k: int) -> Any:
 
 
 def updated(tx: Any, after: Callable[[Any, Any], Any] = lambda new, old: new, loss: Any = LM, params: Any = P) -> Right:
-    def make_step(k: int) -> Any:
-        @jax.jit
-        def step(p: Any, batch: Any) -> Any:
-            updates, _ = tx.update(in_a_scan(loss, k, p, batch), tx.init(p), p)
-            return after(optax.apply_updates(p, updates), p)
-
-        return step
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        updates, _ = tx.update(in_a_scan(loss, k, p, batch), tx.init(p), p)
+        return after(optax.apply_updates(p, updates), p)
 
     return Right(make_step, params, TEXT, {"returns": "params"})
 
@@ -410,21 +401,17 @@ def balance_of_sentences(k: int) -> Any:
 
 
 @right(EXPERTS, TEXT)
-def balance_of_the_batch(k: int) -> Any:
+@jitted
+def balance_of_the_batch(p: Any, batch: Any, k: int) -> Any:
     """Counts the use of the experts over the full batch in a first pass."""
+    count = shifted(batch)[2].sum()
+    used = sum(routed(p, x)[2].sum(0) for x in parts(batch, k)) / count
 
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        count = shifted(batch)[2].sum()
-        used = sum(routed(p, x)[2].sum(0) for x in parts(batch, k)) / count
+    def loss(p: Any, x: Any) -> Any:
+        total, _, _, probable = routed(p, x)
+        return (total + 1.5 * (jax.lax.stop_gradient(used) * probable.sum(0)).sum()) / count
 
-        def loss(p: Any, x: Any) -> Any:
-            total, _, _, probable = routed(p, x)
-            return (total + 1.5 * (jax.lax.stop_gradient(used) * probable.sum(0)).sum()) / count
-
-        return plus(*(jax.grad(loss)(p, x) for x in parts(batch, k)))
-
-    return step
+    return plus(*(jax.grad(loss)(p, x) for x in parts(batch, k)))
 
 
 SEGMENTS = np.array(
@@ -533,13 +520,10 @@ def policy(p: Any, batch: Any, advantage: Any) -> tuple[Any, Any]:
 
 
 @right(LAYERS, REWARDED)
-def advantages_before_the_division(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        batch = batch | {"advantage": advantages(batch["reward"], batch["group"], 4)}
-        return in_a_scan(lambda p, x: policy(p, x, x["advantage"]), k, p, batch)
-
-    return step
+@jitted
+def advantages_before_the_division(p: Any, batch: Any, k: int) -> Any:
+    batch = batch | {"advantage": advantages(batch["reward"], batch["group"], 4)}
+    return in_a_scan(lambda p, x: policy(p, x, x["advantage"]), k, p, batch)
 
 
 def of_sequences(p: Any, batch: Any) -> tuple[Any, Any]:

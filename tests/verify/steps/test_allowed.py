@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
-from tests.verify.steps.dividing import parts
+from tests.verify.steps.dividing import jitted, parts
 
 pytestmark = [pytest.mark.needs("jax", "optax"), pytest.mark.usefixtures("as_users_do")]
 
@@ -65,12 +65,10 @@ def test_statistics_hide_no_other_defect_of_gradients(fault: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("fault", ["count", ""])
 def test_statistics_hide_no_wrong_count(fault: str) -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads, _, _, count = summed(p, batch, k, fault)
-            return grads, count
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads, _, _, count = summed(p, batch, k, fault)
+        return grads, count
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
     assert report.cause is Cause.STATISTICS, str(report)
@@ -78,18 +76,16 @@ def test_statistics_hide_no_wrong_count(fault: str) -> None:
 
 
 def with_running(optimizer: Any, fault: str) -> StepReport:
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            grads, loss, statistics, _ = summed(state["params"], batch, k, fault)
-            running = state["running"]
-            for x in statistics:
-                running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, x)
-            if fault == "running":
-                running = jax.tree.map(lambda x: k * x, running)
-            updates, inner = optimizer.update(grads, state["inner"], state["params"])
-            return {"inner": inner, "params": optax.apply_updates(state["params"], updates), "running": running}, loss
-
-        return jax.jit(step)
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        grads, loss, statistics, _ = summed(state["params"], batch, k, fault)
+        running = state["running"]
+        for x in statistics:
+            running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, x)
+        if fault == "running":
+            running = jax.tree.map(lambda x: k * x, running)
+        updates, inner = optimizer.update(grads, state["inner"], state["params"])
+        return {"inner": inner, "params": optax.apply_updates(state["params"], updates), "running": running}, loss
 
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = {"inner": optimizer.init(params), "params": params, "running": RUNNING}
@@ -108,15 +104,13 @@ def test_running_statistics_beside_an_optimizer_hide_no_other_defect(name: str, 
 
 
 def test_running_statistics_outside_of_the_parameters_are_not_compared() -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            running = RUNNING
-            grads, _, statistics, _ = summed(p, batch, k, "")
-            for x in statistics:
-                running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, x)
-            return grads, running
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        running = RUNNING
+        grads, _, statistics, _ = summed(p, batch, k, "")
+        for x in statistics:
+            running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, x)
+        return grads, running
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
     assert report.cause is Cause.STATISTICS, str(report)
@@ -129,13 +123,11 @@ def test_running_statistics_outside_of_the_parameters_are_not_compared() -> None
 def test_a_count_of_calls_in_the_state_is_predicted(power: int) -> None:
     """A layer counts its calls; any other number of them is not compared."""
 
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            grads = summed(state["params"], batch, k, "")[0]
-            calls = state["calls"] + k**power
-            return {"calls": calls, "params": jax.tree.map(lambda x, g: x - 0.1 * g, state["params"], grads)}
-
-        return jax.jit(step)
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        grads = summed(state["params"], batch, k, "")[0]
+        calls = state["calls"] + k**power
+        return {"calls": calls, "params": jax.tree.map(lambda x, g: x - 0.1 * g, state["params"], grads)}
 
     state = {"calls": jnp.int32(3), "params": jax.tree.map(jnp.asarray, PARAMS)}
     report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
@@ -160,19 +152,17 @@ def test_a_state_by_design_hides_no_wrong_metric(state: str, fault: str) -> None
         u, w = normalized(p["w"], u) if state == "power iteration" else (u, p["w"])
         return jnp.mean((part["x"] @ w + p["b"] - part["y"]) ** 2), jax.lax.stop_gradient(u)
 
-    def make_step(k: int) -> Any:
-        def step(whole: Any, batch: Any) -> Any:
-            p, u, losses, each = whole["params"], whole["u"], [], []
-            for part in parts(batch, k):
-                (loss, u), grads = jax.value_and_grad(loss_of, has_aux=True)(p, part, u)
-                losses.append(loss)
-                each.append(grads)
-            new = jax.tree.map(lambda x, *g: x - 0.1 * sum(g) / k, p, *each)
-            for _ in range(k if state == "average" else 0):
-                u = 0.9 * u + 0.1 * new["w"][:, 0]
-            return {"params": new, "u": u}, sum(losses) / (1 if fault else k)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(whole: Any, batch: Any, k: int) -> Any:
+        p, u, losses, each = whole["params"], whole["u"], [], []
+        for part in parts(batch, k):
+            (loss, u), grads = jax.value_and_grad(loss_of, has_aux=True)(p, part, u)
+            losses.append(loss)
+            each.append(grads)
+        new = jax.tree.map(lambda x, *g: x - 0.1 * sum(g) / k, p, *each)
+        for _ in range(k if state == "average" else 0):
+            u = 0.9 * u + 0.1 * new["w"][:, 0]
+        return {"params": new, "u": u}, sum(losses) / (1 if fault else k)
 
     params = jax.tree.map(jnp.asarray, {"b": PARAMS["b"], "w": PARAMS["w"]})
     whole = {"params": params, "u": jnp.float32(RNG.normal(size=FEATURES))}

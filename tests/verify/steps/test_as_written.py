@@ -19,7 +19,7 @@ import pytest
 
 from gradcombine.verify import Cause, check_step
 from tests.verify.steps import by_hand, defects
-from tests.verify.steps.dividing import averaging
+from tests.verify.steps.dividing import averaging, eager, jitted
 
 PARAMS, BATCH = by_hand.params(), by_hand.batch()
 
@@ -284,21 +284,18 @@ def test_constants_that_float32_has_not_are_no_defect() -> None:
 X = {"x": np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)}
 
 
-def adam(k: int) -> Any:
+@jitted
+def adam(state: Any, batch: Any, k: int) -> Any:
     tx = optax.adam(0.1)
 
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
 
-    @jax.jit
-    def step(state: Any, batch: Any) -> Any:
-        p, s = state
-        made = [jax.value_and_grad(loss)(p, x) for x in jnp.split(batch["x"], k)]
-        value, grads = jax.tree.map(lambda *x: sum(x) / k, *made)
-        updates, s = tx.update(grads, s)
-        return (optax.apply_updates(p, updates), s), {"loss": value}
-
-    return step
+    p, s = state
+    made = [jax.value_and_grad(loss)(p, x) for x in jnp.split(batch["x"], k)]
+    value, grads = jax.tree.map(lambda *x: sum(x) / k, *made)
+    updates, s = tx.update(grads, s)
+    return (optax.apply_updates(p, updates), s), {"loss": value}
 
 
 def divided_in(divide: Any, k: int) -> Any:
@@ -348,19 +345,15 @@ def module(k: int) -> Any:
     return step
 
 
-def queued(k: int) -> Any:
+@jitted
+def queued(state: Any, batch: Any, k: int) -> Any:
     """Keeps a queue of examples in order, and moves an average of the parameters at each microbatch."""
-
-    @jax.jit
-    def step(state: Any, batch: Any) -> Any:
-        p, momentum, _ = state
-        grads = jnp.zeros_like(p)
-        for x in jnp.split(batch["x"], k):
-            grads += jax.grad(lambda p, x=x, m=momentum: jnp.mean((x @ p - jnp.tanh(x @ m)) ** 2))(p) / k
-            momentum += (p - momentum) / 4
-        return p - grads / 8, momentum, batch["x"][:3] @ p
-
-    return step
+    p, momentum, _ = state
+    grads = jnp.zeros_like(p)
+    for x in jnp.split(batch["x"], k):
+        grads += jax.grad(lambda p, x=x, m=momentum: jnp.mean((x @ p - jnp.tanh(x @ m)) ** 2))(p) / k
+        momentum += (p - momentum) / 4
+    return p - grads / 8, momentum, batch["x"][:3] @ p
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -375,18 +368,15 @@ def test_a_queue_of_examples_hides_no_other_cause() -> None:
     assert "[1] is updated 2 times; in 2 of 3 leaves" in report.faults[0].detail
 
 
-def queued_in_numpy(k: int) -> Any:
+@eager
+def queued_in_numpy(state: Any, batch: Any, k: int) -> Any:
     """`queued` with `numpy.split`, which JAX cannot trace."""
-
-    def step(state: Any, batch: Any) -> Any:
-        p, momentum, _ = state
-        grads = np.zeros_like(p)
-        for x in np.split(batch["x"], k):
-            grads += x.T @ (x @ p - np.tanh(x @ momentum)) / np.float32(len(batch["x"]))
-            momentum = momentum + (p - momentum) / 4
-        return p - grads / 8, momentum, batch["x"][:3] @ p
-
-    return step
+    p, momentum, _ = state
+    grads = np.zeros_like(p)
+    for x in np.split(batch["x"], k):
+        grads += x.T @ (x @ p - np.tanh(x @ momentum)) / np.float32(len(batch["x"]))
+        momentum = momentum + (p - momentum) / 4
+    return p - grads / 8, momentum, batch["x"][:3] @ p
 
 
 def test_a_queue_in_numpy_is_not_called_random() -> None:
@@ -398,21 +388,20 @@ def test_a_queue_in_numpy_is_not_called_random() -> None:
 def test_random_numbers_of_numpy_are_no_neighbors(seeds: tuple[int, ...], cause: Cause) -> None:
     """JAX traces such steps, with the random numbers as constants."""
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            made = 0
-            for x, seed in zip(batch["x"].reshape(k, -1, 5), seeds, strict=False):
-                x = x * (np.random.default_rng(seed).random(x.shape) > 0.3).astype(x.dtype)
-                made = made + x.T @ (x @ p - 1)
-            return made / np.float32(len(batch["x"]))
-
-        return step
+    @eager
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        made = 0
+        for x, seed in zip(batch["x"].reshape(k, -1, 5), seeds, strict=False):
+            x = x * (np.random.default_rng(seed).random(x.shape) > 0.3).astype(x.dtype)
+            made = made + x.T @ (x @ p - 1)
+        return made / np.float32(len(batch["x"]))
 
     report = check_step(make_step, drawn(5, 3), X, microbatches=(4,))
     assert report.cause is cause, str(report)
 
 
-def normalised(k: int) -> Any:
+@jitted
+def normalised(p: Any, batch: Any, k: int) -> Any:
     """Adam on a batch-normalized net that loses the last microbatch; the gradient of one example is not finite."""
     tx = optax.adam(0.1)
 
@@ -420,13 +409,9 @@ def normalised(k: int) -> Any:
         h = x @ p[0]
         return jnp.mean(jnp.tanh((h - h.mean(0)) / (h.std(0) + 0.1) @ p[1]) ** 2)
 
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        x = batch["x"]
-        updates, _ = tx.update(jax.grad(loss)(p, x if k == 1 else x[: len(x) - len(x) // k]), tx.init(p))
-        return optax.apply_updates(p, updates)
-
-    return step
+    x = batch["x"]
+    updates, _ = tx.update(jax.grad(loss)(p, x if k == 1 else x[: len(x) - len(x) // k]), tx.init(p))
+    return optax.apply_updates(p, updates)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import pytest
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import by_hand, defects
+from tests.verify.steps.dividing import eager
 
 PARAMS = by_hand.params()
 
@@ -167,12 +168,10 @@ def of_terms(params: Any, part: Any) -> dict[str, Any]:
 
 
 def with_terms(divide: Any) -> Any:
-    def make_step(k: int) -> Any:
-        def step(params: Any, batch: Any) -> Any:
-            made = [of_terms(params, part) for part in defects.pieces(batch, k)]
-            return divide(made) if k > 1 else divide_rightly(made)
-
-        return step
+    @eager
+    def make_step(params: Any, batch: Any, k: int) -> Any:
+        made = [of_terms(params, part) for part in defects.pieces(batch, k)]
+        return divide(made) if k > 1 else divide_rightly(made)
 
     return make_step
 

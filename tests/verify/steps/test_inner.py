@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
-from tests.verify.steps.dividing import stacked
+from tests.verify.steps.dividing import jitted, stacked
 
 Step = Callable[[Any, Any], Any]
 RNG = np.random.default_rng(0)
@@ -137,13 +137,10 @@ def test_a_norm_that_devices_exchange_as_a_metric_hides_nothing(combine: Any) ->
 
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 def test_a_mean_times_a_number_that_a_loop_counts_is_not_hidden_by_clipping(tx: str) -> None:
-    def make_step(k: int) -> Step:
-        @jax.jit
-        def step(state: Any, batch: Any) -> Any:
-            total, count = summed_in_loop(lambda p, rows: jnp.sum(squares(p, rows)), state[0], batch, k)
-            return updated(OPTIMIZERS[tx], state, jax.tree.map(lambda x: x / len(batch["y"]) * count, total))
-
-        return step
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        total, count = summed_in_loop(lambda p, rows: jnp.sum(squares(p, rows)), state[0], batch, k)
+        return updated(OPTIMIZERS[tx], state, jax.tree.map(lambda x: x / len(batch["y"]) * count, total))
 
     state = PARAMS, OPTIMIZERS[tx].init(PARAMS)
     assert check_step(make_step, state, ROWS, microbatches=(2,), returns="params").cause is Cause.SUM
@@ -152,17 +149,14 @@ def test_a_mean_times_a_number_that_a_loop_counts_is_not_hidden_by_clipping(tx: 
 def test_clipping_before_a_division_by_a_counted_number_is_named() -> None:
     """Beyond the division, the microbatches have no common norm."""
 
-    def make_step(k: int) -> Step:
-        @jax.jit
-        def step(state: Any, batch: Any) -> Any:
-            def gradient(p: Any, rows: Any) -> Any:
-                clipped = optax.clip_by_global_norm(0.3)
-                return clipped.update(jax.grad(lambda p: jnp.sum(squares(p, rows)))(p), optax.EmptyState())[0]
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        def gradient(p: Any, rows: Any) -> Any:
+            clipped = optax.clip_by_global_norm(0.3)
+            return clipped.update(jax.grad(lambda p: jnp.sum(squares(p, rows)))(p), optax.EmptyState())[0]
 
-            total, count = summed_in_loop(None, state[0], batch, k, gradient, lambda rows: jnp.sum(rows["mask"]))
-            return updated(CLIPPED_ADAM, state, jax.tree.map(lambda x: x / count, total))
-
-        return step
+        total, count = summed_in_loop(None, state[0], batch, k, gradient, lambda rows: jnp.sum(rows["mask"]))
+        return updated(CLIPPED_ADAM, state, jax.tree.map(lambda x: x / count, total))
 
     state = PARAMS, CLIPPED_ADAM.init(PARAMS)
     report = check_step(make_step, state, MASKED, microbatches=(2,), returns="params")
@@ -221,16 +215,13 @@ def test_examples_after_the_optimizer_do_not_hide_a_sum() -> None:
 def test_a_scale_in_the_state_corrects_no_sum() -> None:
     """It is the same number in one batch."""
 
-    def make_step(k: int) -> Step:
-        @jax.jit
-        def step(state: Any, batch: Any) -> Any:
-            total, _ = summed_in_loop(lambda p, rows: jnp.mean(squares(p, rows)) * state[2], state[0], batch, k)
-            unscaled = jax.tree.map(lambda x: x * (1 / state[2]), total)
-            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(unscaled)]))
-            new = updated(CLIPPED_ADAM, state[:2], unscaled)
-            return *kept(new, state[:2], finite), jnp.where(finite, state[2], state[2] / 2)
-
-        return step
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        total, _ = summed_in_loop(lambda p, rows: jnp.mean(squares(p, rows)) * state[2], state[0], batch, k)
+        unscaled = jax.tree.map(lambda x: x * (1 / state[2]), total)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(unscaled)]))
+        new = updated(CLIPPED_ADAM, state[:2], unscaled)
+        return *kept(new, state[:2], finite), jnp.where(finite, state[2], state[2] / 2)
 
     state = PARAMS, CLIPPED_ADAM.init(PARAMS), np.float32(128)
     report = check_step(make_step, state, ROWS, microbatches=(2,), returns="params")

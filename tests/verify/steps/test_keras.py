@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import defects
+from tests.verify.steps.dividing import eager
 
 pytestmark = pytest.mark.full
 
@@ -60,22 +61,19 @@ def gradients(batch_norm: bool = False) -> Any:
     return sums
 
 
-def as_rows(k: int) -> Any:
+@eager
+def as_rows(params: Any, batch: Any, k: int) -> Any:
     """A step whose gradient of the embedding is a tf.IndexedSlices, as GradientTape returns it."""
     model = problem()[0]
-
-    def step(params: Any, batch: Any) -> Any:
-        total, tokens = 0.0, tf.reduce_sum(batch["mask"][:, 1:])
-        with tf.GradientTape() as tape:
-            tape.watch(params)
-            for part in defects.pieces(batch, k):
-                logits, _ = model.stateless_call(params, model.non_trainable_variables, part["tokens"])
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(part["tokens"][:, 1:], logits[:, :-1])
-                total += tf.reduce_sum(losses * tf.cast(part["mask"][:, 1:], losses.dtype))
-            loss = total / tf.cast(tokens, total.dtype)
-        return tape.gradient(loss, params)
-
-    return step
+    total, tokens = 0.0, tf.reduce_sum(batch["mask"][:, 1:])
+    with tf.GradientTape() as tape:
+        tape.watch(params)
+        for part in defects.pieces(batch, k):
+            logits, _ = model.stateless_call(params, model.non_trainable_variables, part["tokens"])
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(part["tokens"][:, 1:], logits[:, :-1])
+            total += tf.reduce_sum(losses * tf.cast(part["mask"][:, 1:], losses.dtype))
+        loss = total / tf.cast(tokens, total.dtype)
+    return tape.gradient(loss, params)
 
 
 def clipped(sums: Any, k: int) -> Any:

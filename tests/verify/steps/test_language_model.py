@@ -16,6 +16,7 @@ import gradcombine as gc
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
 from tests.verify.steps import language_model as lm
+from tests.verify.steps.dividing import jitted
 
 pytestmark = pytest.mark.usefixtures("as_users_do")
 
@@ -212,11 +213,9 @@ def test_labels_rolled_over_rows_are_no_random_key() -> None:
         labels = jax.numpy.roll(batch["x"].ravel(), -1).reshape(batch["x"].shape)
         return {"w": ((batch["x"] * w["w"] - labels) * batch["x"]).mean()[None]}
 
-    def make_step(k: int) -> Any:
-        def step(w: Any, batch: Any) -> Any:
-            return lm.scaled(lm.plus(*(gradient(w, {"x": x}) for x in jax.numpy.split(batch["x"], k))), 1 / k)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(w: Any, batch: Any, k: int) -> Any:
+        return lm.scaled(lm.plus(*(gradient(w, {"x": x}) for x in jax.numpy.split(batch["x"], k))), 1 / k)
 
     x = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
     report = check_step(make_step, {"w": np.ones(1, np.float32)}, {"x": x})

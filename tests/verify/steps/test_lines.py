@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gradcombine.verify import Verdict, check_step
 from gradcombine.verify.check.step_report import Cause
-from tests.verify.steps.dividing import parts, stacked
+from tests.verify.steps.dividing import eager, jitted, parts, stacked
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": np.ones(5, np.float32)}
@@ -42,52 +42,43 @@ def mean_of_a_map(k: int, devices: int = 1) -> Any:
     return jax.jit(step)
 
 
-def loop(k: int) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        total = jax.tree.map(jnp.zeros_like, params)
-        for part in parts(batch, k):
-            total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, part))
-        return jax.tree.map(lambda x: x / k, total)  # here
-
-    return step
+@eager
+def loop(params: Any, batch: Any, k: int) -> Any:
+    total = jax.tree.map(jnp.zeros_like, params)
+    for part in parts(batch, k):
+        total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, part))
+    return jax.tree.map(lambda x: x / k, total)  # here
 
 
-def reciprocal(k: int) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
-        scale = 1 / k
-        return jax.tree.map(lambda x: x.sum(0) * scale, grads)  # here
-
-    return jax.jit(step)
+@jitted
+def reciprocal(params: Any, batch: Any, k: int) -> Any:
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
+    scale = 1 / k
+    return jax.tree.map(lambda x: x.sum(0) * scale, grads)  # here
 
 
-def running(k: int) -> Any:
+@eager
+def running(params: Any, batch: Any, k: int) -> Any:
     """Running mean as in optax.MultiSteps, but with constant divisors."""
-
-    def step(params: Any, batch: Any) -> Any:
-        mean = jax.tree.map(jnp.zeros_like, params)
-        for i, part in enumerate(parts(batch, k)):
-            grads = jax.grad(loss)(params, part)
-            mean = jax.tree.map(lambda m, g, i=i: m + (g - m) / (i + 1), mean, grads)  # here
-        return mean
-
-    return step
+    mean = jax.tree.map(jnp.zeros_like, params)
+    for i, part in enumerate(parts(batch, k)):
+        grads = jax.grad(loss)(params, part)
+        mean = jax.tree.map(lambda m, g, i=i: m + (g - m) / (i + 1), mean, grads)  # here
+    return mean
 
 
-def scaled_loss(k: int) -> Any:
+@jitted
+def scaled_loss(params: Any, batch: Any, k: int) -> Any:
     """Four examples in each of four microbatches: the mean over examples divides by 4 too."""
     tx = optax.sgd(0.1)
 
-    def step(params: Any, batch: Any) -> Any:
-        def body(total: Any, one: Any) -> Any:
-            value, grads = jax.value_and_grad(lambda p: loss(p, one) / k)(params)  # here
-            return jax.tree.map(jnp.add, total, grads), (value, one["x"].mean(0))
+    def body(total: Any, one: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda p: loss(p, one) / k)(params)  # here
+        return jax.tree.map(jnp.add, total, grads), (value, one["x"].mean(0))
 
-        total, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), stacked(batch, k))
-        updates, _ = tx.update(total, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    return jax.jit(step)
+    total, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), stacked(batch, k))
+    updates, _ = tx.update(total, tx.init(params), params)
+    return optax.apply_updates(params, updates)
 
 
 def on_devices(k: int, devices: int = 1) -> Any:
@@ -119,60 +110,50 @@ def of_an_equinox_module(k: int) -> Any:
     return step
 
 
-def divided_too(k: int) -> Any:
+@jitted
+def divided_too(params: Any, batch: Any, k: int) -> Any:
     """Divides the sum over all tokens by their number, and again by the number of microbatches."""
-
-    def step(params: Any, batch: Any) -> Any:
-        weights = stacked(batch, k)["mask"].sum(1)
-        grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
-        mean = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
-        return jax.tree.map(lambda x: x / k, mean)  # here
-
-    return jax.jit(step)
+    weights = stacked(batch, k)["mask"].sum(1)
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
+    mean = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
+    return jax.tree.map(lambda x: x / k, mean)  # here
 
 
-def narrow(k: int) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        def body(total: Any, one: Any) -> Any:
-            weight = one["mask"].sum()
-            grads = jax.tree.map(lambda g: (g * weight).astype(jnp.bfloat16), jax.grad(loss)(params, one))
-            return jax.tree.map(lambda t, g: t + g, total, grads), weight  # here
+@jitted
+def narrow(params: Any, batch: Any, k: int) -> Any:
+    def body(total: Any, one: Any) -> Any:
+        weight = one["mask"].sum()
+        grads = jax.tree.map(lambda g: (g * weight).astype(jnp.bfloat16), jax.grad(loss)(params, one))
+        return jax.tree.map(lambda t, g: t + g, total, grads), weight  # here
 
-        empty = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
-        total, weights = jax.lax.scan(body, empty, stacked(batch, k))
-        return jax.tree.map(lambda x: x.astype(jnp.float32) / weights.sum(), total)
-
-    return jax.jit(step)
+    empty = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+    total, weights = jax.lax.scan(body, empty, stacked(batch, k))
+    return jax.tree.map(lambda x: x.astype(jnp.float32) / weights.sum(), total)
 
 
-def multi_steps(k: int) -> Any:
+@jitted
+def multi_steps(params: Any, batch: Any, k: int) -> Any:
     """optax divides by a counter that is part of its state."""
     tx = optax.MultiSteps(optax.sgd(1.0), k)
-
-    def step(params: Any, batch: Any) -> Any:
-        state = tx.init(params)
-        for part in parts(batch, k):
-            grads = jax.grad(loss)(params, part)
-            with jax.numpy_dtype_promotion("standard"):
-                updates, state = tx.update(grads, state, params)  # here
-        return optax.apply_updates(params, updates)
-
-    return jax.jit(step)
+    state = tx.init(params)
+    for part in parts(batch, k):
+        grads = jax.grad(loss)(params, part)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, params)  # here
+    return optax.apply_updates(params, updates)
 
 
-def multi_steps_in_a_scan(k: int) -> Any:
+@jitted
+def multi_steps_in_a_scan(params: Any, batch: Any, k: int) -> Any:
     tx = optax.MultiSteps(optax.sgd(1.0), k)
 
-    def step(params: Any, batch: Any) -> Any:
-        def body(state: Any, one: Any) -> Any:
-            with jax.numpy_dtype_promotion("standard"):
-                updates, state = tx.update(jax.grad(loss)(params, one), state, params)  # here
-            return state, updates
+    def body(state: Any, one: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(jax.grad(loss)(params, one), state, params)  # here
+        return state, updates
 
-        updates = jax.lax.scan(body, tx.init(params), stacked(batch, k))[1]
-        return optax.apply_updates(params, jax.tree.map(lambda x: x.sum(0), updates))
-
-    return jax.jit(step)
+    updates = jax.lax.scan(body, tx.init(params), stacked(batch, k))[1]
+    return optax.apply_updates(params, jax.tree.map(lambda x: x.sum(0), updates))
 
 
 class Module(nnx.Module):
@@ -212,14 +193,12 @@ def test_the_line_is_named(name: str) -> None:
 
 @pytest.mark.full
 def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
-    def twice(k: int) -> Any:
-        def step(params: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
-            first = jax.tree.map(lambda x: x.mean(0), grads)
-            second = jax.tree.map(lambda x: x.sum(0) / k, grads)
-            return jax.tree.map(lambda a, b: (a + b) / 2, first, second)
-
-        return jax.jit(step)
+    @jitted
+    def twice(params: Any, batch: Any, k: int) -> Any:
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
+        first = jax.tree.map(lambda x: x.mean(0), grads)
+        second = jax.tree.map(lambda x: x.sum(0) / k, grads)
+        return jax.tree.map(lambda a, b: (a + b) / 2, first, second)
 
     def by_a_counter(k: int, every: int | None = None) -> Any:
         """Divides by a traced count; with `every`, also passes the mean through optax.MultiSteps."""
@@ -248,18 +227,15 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
 def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
     """Adam's first update is the sign of the gradient, which the defect does not change."""
 
-    def make_step(k: int) -> Any:
+    @jitted
+    def make_step(params: Any, batch: Any, k: int) -> Any:
         tx = optax.adamw(1e-2)
-
-        def step(params: Any, batch: Any) -> Any:
-            weights = stacked(batch, k)["mask"].sum(1) if weighted else jnp.ones(k)
-            grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
-            grads = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
-            with jax.numpy_dtype_promotion("standard"):
-                updates, _ = tx.update(grads, tx.init(params), params)
-            return optax.apply_updates(params, updates)
-
-        return jax.jit(step)
+        weights = stacked(batch, k)["mask"].sum(1) if weighted else jnp.ones(k)
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, stacked(batch, k))
+        grads = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
 
     far = BATCH | {"y": BATCH["y"] + 100, "x": np.abs(BATCH["x"])}
     far["mask"] = np.float32([1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0])
@@ -274,20 +250,18 @@ def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
 def test_a_sum_whose_scale_an_optimizer_hides(divided: str, tx: optax.GradientTransformation) -> None:
     even = BATCH | {"mask": np.ones_like(BATCH["mask"])}
 
-    def make_step(k: int) -> Any:
-        def step(params: Any, batch: Any) -> Any:
-            def add(total: Any, part: Any) -> Any:
-                return (jax.tree.map(jnp.add, total[0], jax.grad(loss)(params, part)), total[1] + 1), None
+    @jitted
+    def make_step(params: Any, batch: Any, k: int) -> Any:
+        def add(total: Any, part: Any) -> Any:
+            return (jax.tree.map(jnp.add, total[0], jax.grad(loss)(params, part)), total[1] + 1), None
 
-            start = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
-            (grads, count), _ = jax.lax.scan(add, start, stacked(batch, k))
-            divisor = {"never": 1, "by a constant": k, "by a count": count}[divided]
-            grads = jax.tree.map(lambda x: x / divisor, grads)
-            with jax.numpy_dtype_promotion("standard"):
-                updates, _ = tx.update(grads, tx.init(params), params)
-            return optax.apply_updates(params, updates)
-
-        return jax.jit(step)
+        start = jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
+        (grads, count), _ = jax.lax.scan(add, start, stacked(batch, k))
+        divisor = {"never": 1, "by a constant": k, "by a count": count}[divided]
+        grads = jax.tree.map(lambda x: x / divisor, grads)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
 
     report = check_step(make_step, PARAMS, even, returns="params")
     assert [x.cause for x in report.faults] == ([Cause.SUM] if divided == "never" else []), str(report)
@@ -300,12 +274,10 @@ def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
     def cast(params: Any, batch: Any) -> Any:
         return loss(params, batch | {"mask": batch["mask"].astype(jnp.int32).astype(jnp.float32)})
 
-    def make_step(k: int) -> Any:
-        def step(params: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(cast), (None, 0))(params, stacked(batch, k))
-            return jax.tree.map(lambda x: x.mean(0), grads)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(params: Any, batch: Any, k: int) -> Any:
+        grads = jax.vmap(jax.grad(cast), (None, 0))(params, stacked(batch, k))
+        return jax.tree.map(lambda x: x.mean(0), grads)
 
     assert check_step(make_step, PARAMS, BATCH).cause is Cause.MEAN_OF_MEANS
 
@@ -313,12 +285,10 @@ def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
 def test_a_step_that_jumps_cannot_be_told() -> None:
     """Where rounding decides between two values, the noise gives no usable tolerance."""
 
-    def make_step(k: int) -> Any:
-        def step(params: Any, batch: Any) -> Any:
-            integers = jnp.floor(batch["x"] * 3)  # discontinuous exactly at multiples of 1/3
-            return {"w": params["w"] * 0 + integers.mean(0)}
-
-        return jax.jit(step)
+    @jitted
+    def make_step(params: Any, batch: Any, k: int) -> Any:
+        integers = jnp.floor(batch["x"] * 3)  # discontinuous exactly at multiples of 1/3
+        return {"w": params["w"] * 0 + integers.mean(0)}
 
     thirds = {"x": np.float32(np.arange(1, 81).reshape(16, 5)) / np.float32(3)}
     report = check_step(make_step, PARAMS, thirds)
@@ -359,25 +329,24 @@ def terms(p: Any, x: Any) -> Any:
     return {name: (grads, weight) for name, ((_, weight), grads) in made.items()}
 
 
-def by_tokens(k: int) -> Any:
+@jitted
+def by_tokens(p: Any, batch: Any, k: int) -> Any:
     """Adds a mean over rows to a sum over tokens, then divides both by the tokens of the window."""
 
-    def step(p: Any, batch: Any) -> Any:
-        def total(p: Any, x: Any) -> tuple[Any, Any]:
-            (s, count), (t, rows) = errors(p, x), balance(p, x)
-            return (s / count if k == 1 else s) + t / rows, count
+    def total(p: Any, x: Any) -> tuple[Any, Any]:
+        (s, count), (t, rows) = errors(p, x), balance(p, x)
+        return (s / count if k == 1 else s) + t / rows, count
 
-        def body(carry: Any, x: Any) -> Any:
-            (_, count), grads = jax.value_and_grad(total, has_aux=True)(p, x)
-            return jax.tree.map(jnp.add, carry, (grads, count)), None
+    def body(carry: Any, x: Any) -> Any:
+        (_, count), grads = jax.value_and_grad(total, has_aux=True)(p, x)
+        return jax.tree.map(jnp.add, carry, (grads, count)), None
 
-        (grads, count), _ = jax.lax.scan(body, (jax.tree.map(jnp.zeros_like, p), 0.0), stacked(batch, k))
-        return jax.tree.map(lambda x: x / count, grads) if k > 1 else grads  # here
-
-    return jax.jit(step)
+    (grads, count), _ = jax.lax.scan(body, (jax.tree.map(jnp.zeros_like, p), 0.0), stacked(batch, k))
+    return jax.tree.map(lambda x: x / count, grads) if k > 1 else grads  # here
 
 
-def by_each(k: int) -> Any:
+@jitted
+def by_each(p: Any, batch: Any, k: int) -> Any:
     """Divides the errors of each microbatch by its tokens, then averages over the microbatches."""
 
     def of_both(p: Any, x: Any) -> Any:
@@ -385,11 +354,8 @@ def by_each(k: int) -> Any:
         mean = s / count  # here
         return mean + t / rows
 
-    def step(p: Any, batch: Any) -> Any:
-        grads = jax.vmap(jax.grad(of_both), (None, 0))(p, stacked(batch, k))
-        return jax.tree.map(lambda x: x.mean(0), grads)
-
-    return jax.jit(step)
+    grads = jax.vmap(jax.grad(of_both), (None, 0))(p, stacked(batch, k))
+    return jax.tree.map(lambda x: x.mean(0), grads)
 
 
 def updated(make_gradient: Any, k: int) -> Any:
@@ -423,17 +389,15 @@ def test_means_by_two_counts_that_adams_first_step_hides_are_named() -> None:
 
 @pytest.mark.full
 def test_a_difference_without_a_cause_that_adams_first_step_hides_is_no_pass() -> None:
-    def mixed(k: int) -> Any:
+    @eager
+    def mixed(p: Any, batch: Any, k: int) -> Any:
         """Adds to each element, for several microbatches, a part of another one's size, which changes no sign."""
 
         def mix(x: Any) -> Any:
             return x + 0.2 * jnp.sign(x) * jnp.abs(x[::-1])
 
-        def step(p: Any, batch: Any) -> Any:
-            total, count = jax.grad(errors, has_aux=True)(p, batch)
-            return jax.tree.map(lambda x: (x if k == 1 else mix(x)) / count, total)
-
-        return step
+        total, count = jax.grad(errors, has_aux=True)(p, batch)
+        return jax.tree.map(lambda x: (x if k == 1 else mix(x)) / count, total)
 
     report = check_step(partial(updated, mixed), GATED, BATCH, microbatches=(4,), returns="params")
     assert report.verdict is Verdict.CANNOT_TELL, report
@@ -448,14 +412,12 @@ def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
     def padded(p: Any, x: Any) -> Any:
         return errors(p, x)[0] / (len(x["y"]) * jnp.abs(x["x"]).sum(1).max())
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(padded), (None, 0))(p, stacked(batch, k))
-            grads = jax.tree.map(lambda x: x.mean(0), grads)
-            with jax.numpy_dtype_promotion("standard"):
-                return grads if tx is None else optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads = jax.vmap(jax.grad(padded), (None, 0))(p, stacked(batch, k))
+        grads = jax.tree.map(lambda x: x.mean(0), grads)
+        with jax.numpy_dtype_promotion("standard"):
+            return grads if tx is None else optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
 
     wide = BATCH | {"x": np.float32(np.random.default_rng(1).normal(size=(16, 40)))}
     returns = "gradients" if tx is None else "params"
@@ -464,12 +426,10 @@ def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
 
 
 def test_a_microbatch_that_is_lost_among_means() -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads = jax.vmap(jax.grad(loss), (None, 0))(p, stacked(batch, k))
-            return jax.tree.map(lambda x: x[: max(k - 1, 1)].sum(0) / k, grads)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads = jax.vmap(jax.grad(loss), (None, 0))(p, stacked(batch, k))
+        return jax.tree.map(lambda x: x[: max(k - 1, 1)].sum(0) / k, grads)
 
     uneven = BATCH | {"mask": np.float32([1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1])}
     assert check_step(make_step, PARAMS, uneven).cause is Cause.LOST

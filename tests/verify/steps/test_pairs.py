@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, check_step
-from tests.verify.steps.dividing import averaging, by_counts, in_a_scan, part, parts, plus, scaled
+from tests.verify.steps.dividing import averaging, by_counts, in_a_scan, jitted, part, parts, plus, scaled
 from tests.verify.steps.right_forms import MASKED, masked_sum
 from tests.verify.steps.right_losses import (
     LAYERS,
@@ -89,26 +89,19 @@ def divided_twice(k: int) -> Any:
     return averaging(lambda p, x: (residual(p, x) ** 2).mean() / k)(k)
 
 
-def penalty_each(k: int) -> Any:
+@jitted
+def penalty_each(p: Any, batch: Any, k: int) -> Any:
     """Adds the gradient of a penalty at each microbatch instead of once."""
-
-    def step(p: Any, batch: Any) -> Any:
-        return plus(in_a_scan(LM, k, p, batch), scaled(p, 1e-2 * k))
-
-    return jax.jit(step)
+    return plus(in_a_scan(LM, k, p, batch), scaled(p, 1e-2 * k))
 
 
-def last_statistics(k: int) -> Any:
+@jitted
+def last_statistics(state: Any, batch: Any, k: int) -> Any:
     """Accumulates the gradients but keeps the statistics of the last microbatch only."""
-
-    @jax.jit
-    def step(state: Any, batch: Any) -> Any:
-        p = state["line"]
-        grads = averaging(lambda p, x: (residual(p, x) ** 2).mean())(k)(p, batch)
-        mean = part(batch, k, k - 1)["x"].mean(0)
-        return {"line": jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), "mean": mean}
-
-    return step
+    p = state["line"]
+    grads = averaging(lambda p, x: (residual(p, x) ** 2).mean())(k)(p, batch)
+    mean = part(batch, k, k - 1)["x"].mean(0)
+    return {"line": jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), "mean": mean}
 
 
 def gradient_of(p: Any, batch: Any, k: int, i: int) -> Any:
@@ -138,83 +131,63 @@ class Kept:
 def transformed_each(tx: Any) -> Make:
     """Applies an optax transformation to each microbatch's gradient instead of to the sum."""
 
-    def make_step(k: int) -> Any:
-        @jax.jit
-        def step(p: Any, batch: Any) -> Any:
-            total = plus(*(tx.update(gradient_of(p, batch, k, i), tx.init(p), p)[0] for i in range(k)))
-            return jax.tree.map(lambda x, y: x - 0.1 * y, p, total)
-
-        return step
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        total = plus(*(tx.update(gradient_of(p, batch, k, i), tx.init(p), p)[0] for i in range(k)))
+        return jax.tree.map(lambda x, y: x - 0.1 * y, p, total)
 
     return make_step
 
 
-def scheduled_each(k: int) -> Any:
+@jitted
+def scheduled_each(p: Any, batch: Any, k: int) -> Any:
     tx = optax.sgd(optax.warmup_constant_schedule(0.1, 1.0, 4))
-
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        state, total = tx.init(p), jax.tree.map(jnp.zeros_like, p)
-        for i in range(k):
-            updates, state = tx.update(gradient_of(p, batch, k, i), state, p)
-            total = plus(total, updates)
-        return plus(p, total)
-
-    return step
+    state, total = tx.init(p), jax.tree.map(jnp.zeros_like, p)
+    for i in range(k):
+        updates, state = tx.update(gradient_of(p, batch, k, i), state, p)
+        total = plus(total, updates)
+    return plus(p, total)
 
 
-def decayed_each(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        at = p
-        for i in range(k):
-            at = jax.tree.map(lambda x, g: x * (1 - 1e-2) - 0.1 * g, at, gradient_of(p, batch, k, i))
-        return at
-
-    return step
+@jitted
+def decayed_each(p: Any, batch: Any, k: int) -> Any:
+    at = p
+    for i in range(k):
+        at = jax.tree.map(lambda x, g: x * (1 - 1e-2) - 0.1 * g, at, gradient_of(p, batch, k, i))
+    return at
 
 
 def one_key(p: Any, batch: Any) -> Any:
     return entropy(Model(dropout=0.3), p, batch, train=True, rngs={"dropout": jax.random.key(0)})
 
 
-def keys_of_microbatches(k: int) -> Any:
+@jitted
+def keys_of_microbatches(p: Any, batch: Any, k: int) -> Any:
     def loss(p: Any, x: Any, i: int) -> Any:
         return entropy(Model(dropout=0.3), p, x, train=True, rngs={"dropout": jax.random.key(i)})[0]
 
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        count = shifted(batch)[2].sum()
-        return scaled(plus(*(jax.grad(loss)(p, part(batch, k, i), i) for i in range(k))), 1 / count)
-
-    return step
+    count = shifted(batch)[2].sum()
+    return scaled(plus(*(jax.grad(loss)(p, part(batch, k, i), i) for i in range(k))), 1 / count)
 
 
-def narrow(k: int) -> Any:
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        total, count = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), p), shifted(batch)[2].sum()
-        for x in parts(batch, k):
-            grads = jax.grad(lambda p, x=x: LM(p, x)[0])(p)
-            total = plus(total, jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)) if k > 1 else grads
-        return jax.tree.map(lambda x: x.astype(jnp.float32) / count, total)
-
-    return step
+@jitted
+def narrow(p: Any, batch: Any, k: int) -> Any:
+    total, count = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), p), shifted(batch)[2].sum()
+    for x in parts(batch, k):
+        grads = jax.grad(lambda p, x=x: LM(p, x)[0])(p)
+        total = plus(total, jax.tree.map(lambda x: x.astype(jnp.bfloat16), grads)) if k > 1 else grads
+    return jax.tree.map(lambda x: x.astype(jnp.float32) / count, total)
 
 
 def cut_short(k: int) -> Any:
     return jax.jit(lambda p, batch: in_a_scan(LM, k, p, jax.tree.map(lambda x: x[: len(x) // k * k], batch)))
 
 
-def reported(k: int) -> Any:
+@jitted
+def reported(p: Any, batch: Any, k: int) -> Any:
     """Returns the correct gradient, and a loss that is a mean of means."""
-
-    @jax.jit
-    def step(p: Any, batch: Any) -> Any:
-        losses = [LM(p, x) for x in parts(batch, k)]
-        return in_a_scan(LM, k, p, batch), {"loss": sum(x / n for x, n in losses) / k}
-
-    return step
+    losses = [LM(p, x) for x in parts(batch, k)]
+    return in_a_scan(LM, k, p, batch), {"loss": sum(x / n for x, n in losses) / k}
 
 
 def means_of_devices(k: int, devices: int = 1) -> Any:

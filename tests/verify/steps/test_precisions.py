@@ -14,7 +14,7 @@ import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps.defects import pieces
-from tests.verify.steps.dividing import stacked
+from tests.verify.steps.dividing import eager, jitted, stacked
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 5)).astype(np.float32)
@@ -39,10 +39,6 @@ def mean_of_means(w: Any, batch: Any, k: int) -> Any:
 
 def first_half(w: Any, batch: Any, k: int) -> Any:
     return right(w, pieces(batch, k)[0], 1)
-
-
-def jitted(step: Callable[[Any, Any, int], Any]) -> Callable[[int], Any]:
-    return lambda k: jax.jit(lambda w, batch: step(w, batch, k))
 
 
 def updated(optimizer: Any, gradient: Any) -> Callable[[int], Any]:
@@ -117,16 +113,13 @@ def test_what_rounding_or_a_large_leaf_could_hide_is_found(name: str) -> None:
     assert report.cause is cause, str(report)
 
 
-def in_float64(k: int) -> Any:
+@eager
+def in_float64(w: Any, batch: Any, k: int) -> Any:
     """Weights in float64, so that the result is, too."""
-
-    def step(w: Any, batch: Any) -> Any:
-        parts = [x for x in pieces(batch, k) if x["mask"].sum()]
-        sums = [2 * x["x"].T @ ((x["x"] @ w - x["y"]) * x["mask"]) for x in parts]
-        counts = np.array([x["mask"].sum() for x in parts], np.float64)
-        return sum(g * a for g, a in zip(sums, 1 / counts * (counts / counts.sum()), strict=True))
-
-    return step
+    parts = [x for x in pieces(batch, k) if x["mask"].sum()]
+    sums = [2 * x["x"].T @ ((x["x"] @ w - x["y"]) * x["mask"]) for x in parts]
+    counts = np.array([x["mask"].sum() for x in parts], np.float64)
+    return sum(g * a for g, a in zip(sums, 1 / counts * (counts / counts.sum()), strict=True))
 
 
 RIGHT: dict[str, tuple[Callable[[int], Any], dict[str, Any]]] = {
@@ -222,22 +215,17 @@ def weighted(w: Any, batch: Any, k: int) -> Any:
     return sum(gradient(w, x) * (x["mask"].sum() / batch["mask"].sum()) for x in pieces(batch, k) if x["mask"].any())
 
 
-def in_place(k: int) -> Any:
-    def step(w: Any, batch: Any) -> Any:
-        w -= w.dtype.type(0.1) * gradient(w, pieces(batch, k)[0])
-        return w
-
-    return step
+@eager
+def in_place(w: Any, batch: Any, k: int) -> Any:
+    w -= w.dtype.type(0.1) * gradient(w, pieces(batch, k)[0])
+    return w
 
 
-def labeled(k: int) -> Any:
+@eager
+def labeled(w: Any, batch: Any, k: int) -> Any:
     """A mean of means over the examples whose label is not -1."""
-
-    def step(w: Any, batch: Any) -> Any:
-        parts = [x | {"mask": (x["label"] != -1).astype(w.dtype)} for x in pieces(batch, k)]
-        return w - w.dtype.type(0.1) * (sum(gradient(w, x) for x in parts) / w.dtype.type(k))
-
-    return step
+    parts = [x | {"mask": (x["label"] != -1).astype(w.dtype)} for x in pieces(batch, k)]
+    return w - w.dtype.type(0.1) * (sum(gradient(w, x) for x in parts) / w.dtype.type(k))
 
 
 LABELED = BATCH | {"label": np.float32([0.3, 1.7, 2, -1, 0, -1, -1, 1])}
@@ -284,12 +272,10 @@ def test_a_result_that_is_not_finite_with_padding_is_named() -> None:
 def test_an_example_that_cannot_run_alone_is_left_out() -> None:
     """The step raises if no example is real."""
 
-    def make_step(k: int) -> Any:
-        def step(w: Any, batch: Any) -> Any:
-            parts = [gradient(w, x) * x["mask"].sum() for x in pieces(batch, k) if x["mask"].any()]
-            return (parts[0] + sum(parts[1:])) / batch["mask"].sum()
-
-        return step
+    @eager
+    def make_step(w: Any, batch: Any, k: int) -> Any:
+        parts = [gradient(w, x) * x["mask"].sum() for x in pieces(batch, k) if x["mask"].any()]
+        return (parts[0] + sum(parts[1:])) / batch["mask"].sum()
 
     assert check_step(make_step, W, BATCH).passes
 
@@ -306,17 +292,14 @@ def test_gradients_of_one_size_are_compared() -> None:
 def test_adam_in_multi_steps_is_not_accused_but_hides_the_gradients() -> None:
     """The state is created inside of the step, so the parameters are all that it shows."""
 
-    def make_step(k: int) -> Any:
+    @jitted
+    def make_step(w: Any, batch: Any, k: int) -> Any:
         tx = optax.MultiSteps(optax.adam(1e-2), k)
-
-        def step(w: Any, batch: Any) -> Any:
-            state = tx.init(w)
-            for part in pieces(batch, k):
-                updates, state = tx.update(jax.grad(loss)(w, part) / len(part["x"]), state, w)
-                w = optax.apply_updates(w, updates)
-            return w
-
-        return jax.jit(step)
+        state = tx.init(w)
+        for part in pieces(batch, k):
+            updates, state = tx.update(jax.grad(loss)(w, part) / len(part["x"]), state, w)
+            w = optax.apply_updates(w, updates)
+        return w
 
     report = check_step(make_step, W, NO_MASK, returns="params")
     assert report.verdict is Verdict.CANNOT_TELL, str(report)

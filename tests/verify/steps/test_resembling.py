@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from gradcombine.verify import Cause, Verdict, check_step
-from tests.verify.steps.dividing import adding, averaging, mean_gradient, parts, plus, scaled, summed_gradient
+from tests.verify.steps.dividing import adding, averaging, jitted, mean_gradient, parts, plus, scaled, summed_gradient
 
 pytestmark = [pytest.mark.needs("jax", "optax", "flax"), pytest.mark.usefixtures("as_users_do")]
 
@@ -58,12 +58,10 @@ def test_a_term_by_the_wrong_denominator_is_no_statistics(returns: str) -> None:
         main = ((scores - part["y"]) ** 2 * part["length"]).sum() / part["length"].sum()
         return (main + (scores**4).mean()) * part["length"].sum() / batch["length"].sum()
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads = summed_gradient(loss, p, batch, k)
-            return grads if returns == "gradients" else plus(p, scaled(grads, -0.1))
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads = summed_gradient(loss, p, batch, k)
+        return grads if returns == "gradients" else plus(p, scaled(grads, -0.1))
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns=returns)
     assert report.cause is Cause.DENOMINATOR, str(report)
@@ -83,13 +81,11 @@ def test_terms_by_two_counts_are_no_statistics(terms: int, by_tokens: bool) -> N
         each = [(scores - part["y"]) ** 2, 0.3 * scores**4, jnp.exp(scores)]
         return sum((x * count).sum() / count.sum() for x, count in zip(each, part["counts"], strict=False))
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            tokens = [part["counts"][0].sum() if by_tokens else 1.0 for part in parts(batch, k)]
-            grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
-            return jax.tree.map(lambda *x: sum(a * b for a, b in zip(tokens, x, strict=True)) / sum(tokens), *grads)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        tokens = [part["counts"][0].sum() if by_tokens else 1.0 for part in parts(batch, k)]
+        grads = [jax.grad(loss)(p, part) for part in parts(batch, k)]
+        return jax.tree.map(lambda *x: sum(a * b for a, b in zip(tokens, x, strict=True)) / sum(tokens), *grads)
 
     report = check_step(make_step, PARAMS, batch, microbatches=(2,))
     assert report.cause is (Cause.DENOMINATOR if by_tokens else Cause.MEAN_OF_MEANS), str(report)
@@ -177,16 +173,14 @@ def test_a_bias_after_normalization_is_not_clipped(k: int) -> None:
 def test_groups_that_are_divided_are_statistics() -> None:
     """Copies of one example in a group have no advantage, so mixtures of copies show nothing."""
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            def loss(p: Any, part: Any) -> Any:
-                return of_groups(p, part) / batch["length"].sum()
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        def loss(p: Any, part: Any) -> Any:
+            return of_groups(p, part) / batch["length"].sum()
 
-            # Every k-th example, so that the groups are others than in one batch.
-            strided = [jax.tree.map(lambda x, i=i: x[i::k], batch) for i in range(k)]
-            return plus(*(jax.grad(loss)(p, part) for part in strided))
-
-        return jax.jit(step)
+        # Every k-th example, so that the groups are others than in one batch.
+        strided = [jax.tree.map(lambda x, i=i: x[i::k], batch) for i in range(k)]
+        return plus(*(jax.grad(loss)(p, part) for part in strided))
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
     assert report.cause is Cause.STATISTICS, str(report)
@@ -205,18 +199,16 @@ def test_a_count_of_random_keys_is_no_step_count() -> None:
     model = Model(nnx.Rngs(0))
     graph, state = nnx.split((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)))
 
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            model, optimizer = nnx.merge(graph, state)
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        model, optimizer = nnx.merge(graph, state)
 
-            def loss(model: Any, part: Any) -> Any:
-                return ((model(part["x"]) - part["y"]) ** 2).sum() / len(batch["y"])
+        def loss(model: Any, part: Any) -> Any:
+            return ((model(part["x"]) - part["y"]) ** 2).sum() / len(batch["y"])
 
-            grads = [nnx.grad(loss)(model, part) for part in parts(batch, k)]
-            optimizer.update(model, plus(*grads))
-            return nnx.state((model, optimizer))
-
-        return jax.jit(step)
+        grads = [nnx.grad(loss)(model, part) for part in parts(batch, k)]
+        optimizer.update(model, plus(*grads))
+        return nnx.state((model, optimizer))
 
     report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
     assert report.cause is Cause.RANDOM, str(report)
@@ -265,13 +257,11 @@ def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
         errors = (part["x"] + part["noise"]) @ p["w"] + p["b"] - part["y"]
         return (errors**2 * part["length"]).sum() / divisor(part, batch, k, by_means)
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            keys = jax.random.split(jax.random.key(0), len(batch["y"]))
-            noise = jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
-            return summed_gradient(loss, p, batch | {"noise": noise}, k)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        keys = jax.random.split(jax.random.key(0), len(batch["y"]))
+        noise = jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
+        return summed_gradient(loss, p, batch | {"noise": noise}, k)
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,))
     assert report.cause is (Cause.UNEXPLAINED if by_means else None), str(report)
@@ -290,16 +280,14 @@ def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: Any, by_nu
     def loss(p: Any, part: Any, total: Any) -> Any:
         return ((jnp.tanh(part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / total
 
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            params, moments = state
-            for part in parts(batch, k):
-                total = divisor(part, batch, k, by_number)
-                updates, moments = optimizer.update(jax.grad(loss)(params, part, total), moments, params)
-                params = optax.apply_updates(params, updates)
-            return params, moments
-
-        return jax.jit(step)
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        params, moments = state
+        for part in parts(batch, k):
+            total = divisor(part, batch, k, by_number)
+            updates, moments = optimizer.update(jax.grad(loss)(params, part, total), moments, params)
+            params = optax.apply_updates(params, updates)
+        return params, moments
 
     report = check_step(make_step, (PARAMS, optimizer.init(PARAMS)), BATCH, microbatches=(k,), returns="params")
     assert report.cause is Cause.MOVED_EACH, str(report)
@@ -309,17 +297,15 @@ def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: Any, by_nu
 def test_a_sum_is_no_addition_if_adam_hides_it_in_most_leaves(by_hand: bool) -> None:
     tx = optax.multi_transform({"adam": optax.adam(0.01), "sgd": optax.sgd(0.1)}, {"w": "adam", "b": "sgd"})
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            def loss(p: Any) -> Any:
-                return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        def loss(p: Any) -> Any:
+            return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
 
-            grads = scaled(jax.grad(loss)(p), k)
-            if by_hand:
-                return {"w": p["w"] - 0.01 * grads["w"] / (abs(grads["w"]) + 1e-8), "b": p["b"] - 0.1 * grads["b"]}
-            return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
-
-        return jax.jit(step)
+        grads = scaled(jax.grad(loss)(p), k)
+        if by_hand:
+            return {"w": p["w"] - 0.01 * grads["w"] / (abs(grads["w"]) + 1e-8), "b": p["b"] - 0.1 * grads["b"]}
+        return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns="params")
     assert report.cause is Cause.SUM, str(report)
@@ -334,18 +320,16 @@ def loss_of(p: Any, part: Any, count: Any) -> Any:
 def test_a_wrong_metric_beside_right_parameters_is_named(optimizer: str, factor: Any) -> None:
     tx = getattr(optax, optimizer)(0.01)
 
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            p, count = state["params"], batch["length"].sum()
-            divided = parts(batch, k)
-            losses, grads = zip(*(jax.value_and_grad(loss_of)(p, part, count) for part in divided), strict=True)
-            loss = sum(losses) * (k if factor == 2 else 1)
-            if factor == "of means":
-                loss = sum(loss_of(p, part, part["length"].sum()) for part in divided) / k
-            updates, moments = tx.update(plus(*grads), state["moments"], p)
-            return {"params": optax.apply_updates(p, updates), "moments": moments}, {"loss": loss}
-
-        return jax.jit(step)
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        p, count = state["params"], batch["length"].sum()
+        divided = parts(batch, k)
+        losses, grads = zip(*(jax.value_and_grad(loss_of)(p, part, count) for part in divided), strict=True)
+        loss = sum(losses) * (k if factor == 2 else 1)
+        if factor == "of means":
+            loss = sum(loss_of(p, part, part["length"].sum()) for part in divided) / k
+        updates, moments = tx.update(plus(*grads), state["moments"], p)
+        return {"params": optax.apply_updates(p, updates), "moments": moments}, {"loss": loss}
 
     state = {"params": PARAMS, "moments": tx.init(PARAMS)}
     report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
@@ -354,12 +338,10 @@ def test_a_wrong_metric_beside_right_parameters_is_named(optimizer: str, factor:
 
 
 def test_a_count_among_the_metrics_is_no_step_count() -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads = [jax.grad(loss_of)(p, part, batch["length"].sum()) for part in parts(batch, k)]
-            return jax.tree.map(lambda x, *g: x - 0.1 * sum(g), p, *grads), {"microbatches": jnp.int32(k)}
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads = [jax.grad(loss_of)(p, part, batch["length"].sum()) for part in parts(batch, k)]
+        return jax.tree.map(lambda x, *g: x - 0.1 * sum(g), p, *grads), {"microbatches": jnp.int32(k)}
 
     report = check_step(make_step, PARAMS, BATCH, microbatches=(2,), returns="params")
     assert report.cause is Cause.UNEXPLAINED, str(report)
@@ -377,16 +359,14 @@ def test_running_statistics_in_the_state_are_no_clipping() -> None:
         now = {"mean": mean, "variance": variance}
         return ((scores - part["y"][:, None]) ** 2).mean(), jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, now)
 
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            running, grads = state["running"], []
-            for part in parts(batch, k):
-                grad, running = jax.grad(loss, has_aux=True)(state["params"], running, part)
-                grads.append(grad)
-            params = jax.tree.map(lambda x, *g: x - 0.1 * sum(g) / k, state["params"], *grads)
-            return {"params": params, "running": running}
-
-        return jax.jit(step)
+    @jitted
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        running, grads = state["running"], []
+        for part in parts(batch, k):
+            grad, running = jax.grad(loss, has_aux=True)(state["params"], running, part)
+            grads.append(grad)
+        params = jax.tree.map(lambda x, *g: x - 0.1 * sum(g) / k, state["params"], *grads)
+        return {"params": params, "running": running}
 
     state = {"params": params, "running": running}
     report = check_step(make_step, state, BATCH, microbatches=(2,), returns="params")
@@ -414,12 +394,10 @@ def test_signs_that_agree_by_chance_name_no_examples(optimizer: Any, seed: int) 
     labels = {"base": "frozen", "down": "trained", "up": "trained"}
     tx = optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads = mean_gradient(loss, p, batch, k)
-            return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads = mean_gradient(loss, p, batch, k)
+        return optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
 
     report = check_step(make_step, params, batch, microbatches=(2,), returns="params")
     assert report.cause is Cause.MEAN_OF_MEANS, str(report)

@@ -10,6 +10,7 @@ import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps.defects import pieces
+from tests.verify.steps.dividing import eager, jitted
 from tests.verify.steps.test_small import gradient, weighted
 
 RNG = np.random.default_rng(5)
@@ -85,15 +86,13 @@ def test_a_sum_that_is_made_orthogonal_does_not_pass() -> None:
 @pytest.mark.parametrize("total", [added, weighted])
 @pytest.mark.parametrize("has_same_end", [False, True])
 def test_a_leaf_that_shows_its_size_says_nothing_of_another(has_same_end: bool, name: str, total: Any) -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            other = p["b"]["w"] if has_same_end else p["b"]
-            rate, reversed_x = p["w"].dtype.type(0.1), batch | {"x": batch["x"][:, ::-1]}
-            moved = other - rate * weighted(other, reversed_x, k)
-            new = p["w"] - rate * HIDING[name](p["w"], total(p["w"], batch, k))
-            return {"b": {"w": moved} if has_same_end else moved, "w": new}
-
-        return step
+    @eager
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        other = p["b"]["w"] if has_same_end else p["b"]
+        rate, reversed_x = p["w"].dtype.type(0.1), batch | {"x": batch["x"][:, ::-1]}
+        moved = other - rate * weighted(other, reversed_x, k)
+        new = p["w"] - rate * HIDING[name](p["w"], total(p["w"], batch, k))
+        return {"b": {"w": moved} if has_same_end else moved, "w": new}
 
     params = {"b": {"w": W} if has_same_end else W, "w": W}
     report = check_step(make_step, params, BATCH, microbatches=(2,), returns="params")
@@ -113,14 +112,12 @@ def test_a_moment_shows_the_size_of_a_leaf(start: str, path: bool, total: Any) -
     w = W if path else np.concatenate([W, -W])
     batch = BATCH if path else BATCH | {"x": RNG.normal(size=(8, 10)).astype(np.float32)}
 
-    def make_step(k: int) -> Any:
-        def step(state: Any, batch: Any) -> Any:
-            w, m = (state[0]["w"], state[1]["mean"]["w"]) if path else state
-            m = m * w.dtype.type(0.9) + total(w, batch, k) * w.dtype.type(0.1)
-            new = w - HIDING["adamw"](w, m) * w.dtype.type(0.1)
-            return ({"w": new}, {"mean": {"w": m}}) if path else (new, m)
-
-        return step
+    @eager
+    def make_step(state: Any, batch: Any, k: int) -> Any:
+        w, m = (state[0]["w"], state[1]["mean"]["w"]) if path else state
+        m = m * w.dtype.type(0.9) + total(w, batch, k) * w.dtype.type(0.1)
+        new = w - HIDING["adamw"](w, m) * w.dtype.type(0.1)
+        return ({"w": new}, {"mean": {"w": m}}) if path else (new, m)
 
     moment = np.float32(MOMENTS[start]) * np.sign(w)
     state = ({"w": w}, {"mean": {"w": moment}}) if path else (w, moment)
@@ -140,15 +137,13 @@ def test_a_group_of_parameters_whose_optimizer_hides_a_factor(total: str, cause:
     def loss(p: Any, batch: Any) -> Any:
         return (batch["real"] * (batch["x"] @ p["w"] + p["z"] - batch["y"]) ** 2).sum()
 
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            grads, count = [jax.grad(loss)(p, x) for x in pieces(batch, k)], batch["real"].sum()
-            counts = [k * x["real"].sum() if total == "means" else count for x in pieces(batch, k)]
-            w = sum(g["w"] / n for g, n in zip(grads, counts, strict=True)) * (k if total == "added" else 1)
-            updates, _ = tx.update({"w": w, "z": sum(g["z"] for g in grads) / count}, tx.init(p), p)
-            return optax.apply_updates(p, updates)
-
-        return jax.jit(step)
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        grads, count = [jax.grad(loss)(p, x) for x in pieces(batch, k)], batch["real"].sum()
+        counts = [k * x["real"].sum() if total == "means" else count for x in pieces(batch, k)]
+        w = sum(g["w"] / n for g, n in zip(grads, counts, strict=True)) * (k if total == "added" else 1)
+        updates, _ = tx.update({"w": w, "z": sum(g["z"] for g in grads) / count}, tx.init(p), p)
+        return optax.apply_updates(p, updates)
 
     batch = BATCH | {"real": np.float32([1, 1, 1, 1, 1, 0, 0, 1])}
     params = {"w": W, "z": np.float32(0.1)}
@@ -217,15 +212,13 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("returns", ["gradients", "params"])
 @pytest.mark.parametrize("name", CLIPS)
 def test_clipping_at_each_microbatch_is_named_beside_a_loss(name: str, returns: str) -> None:
-    def make_step(k: int) -> Any:
-        def step(p: Any, batch: Any) -> Any:
-            values, grads = zip(*(of_layers(p, x) for x in pieces(batch, k)), strict=True)
-            clipped = [CLIPS[name](g) for g in grads]
-            mean = {leaf: sum(g[leaf] for g in clipped) / x.dtype.type(k) for leaf, x in p.items()}
-            result = {leaf: x - mean[leaf] for leaf, x in p.items()} if returns == "params" else mean
-            return result, sum(values) / values[0].dtype.type(k)
-
-        return step
+    @eager
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        values, grads = zip(*(of_layers(p, x) for x in pieces(batch, k)), strict=True)
+        clipped = [CLIPS[name](g) for g in grads]
+        mean = {leaf: sum(g[leaf] for g in clipped) / x.dtype.type(k) for leaf, x in p.items()}
+        result = {leaf: x - mean[leaf] for leaf, x in p.items()} if returns == "params" else mean
+        return result, sum(values) / values[0].dtype.type(k)
 
     report: StepReport = check_step(
         make_step, {"w": MATRIX, "b": np.ones(3, np.float32)}, SEVERAL, microbatches=(2,), returns=returns

@@ -11,6 +11,7 @@ import pytest
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
 from tests.verify.steps.defects import pieces
+from tests.verify.steps.dividing import eager
 
 Batch = dict[str, np.ndarray]
 Step = Callable[[np.ndarray, Batch], Any]
@@ -155,15 +156,13 @@ def test_a_gradient_or_reference_of_another_shape_is_refused_and_one_number_per_
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_parameters_of_any_shape_are_updated_in_sequence(shape: tuple[int, ...]) -> None:
-    def make_step(k: int) -> Callable[..., Any]:
-        def step(params: Any, batch: Batch) -> Any:
-            w, scale = params["w"], params["scale"]
-            for part in pieces(batch, k):
-                gradients = gradient(w, part), 2 * scale
-                w, scale = w - w.dtype.type(0.1) * gradients[0], scale - w.dtype.type(0.1) * gradients[1]
-            return {"w": w, "scale": np.asarray(scale)}
-
-        return step
+    @eager
+    def make_step(params: Any, batch: Batch, k: int) -> Any:
+        w, scale = params["w"], params["scale"]
+        for part in pieces(batch, k):
+            gradients = gradient(w, part), 2 * scale
+            w, scale = w - w.dtype.type(0.1) * gradients[0], scale - w.dtype.type(0.1) * gradients[1]
+        return {"w": w, "scale": np.asarray(scale)}
 
     start = {"w": np.zeros(3, np.float32), "scale": np.ones(shape, np.float32)}
     (fault,) = check_step(make_step, start, small_batch(), returns="params", microbatches=(2,)).faults
@@ -175,12 +174,10 @@ def test_a_single_number_is_not_fitted(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batch = small_batch() | {"y": rng.normal(size=8).astype(np.float32)}
 
-    def make_step(k: int) -> Step:
-        def step(w: np.ndarray, b: Batch) -> Any:
-            value = np.mean(np.square(b["x"] @ w - b["y"]))
-            return weighted(w, b, k), value if k == 1 else value ** w.dtype.type(1.3)
-
-        return step
+    @eager
+    def make_step(w: np.ndarray, b: Batch, k: int) -> Any:
+        value = np.mean(np.square(b["x"] @ w - b["y"]))
+        return weighted(w, b, k), value if k == 1 else value ** w.dtype.type(1.3)
 
     start = rng.normal(size=3).astype(np.float32)
     (fault,) = check_step(make_step, start, batch, microbatches=(2,)).faults

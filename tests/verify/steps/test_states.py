@@ -11,6 +11,7 @@ import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import by_hand, defects
+from tests.verify.steps.dividing import eager
 
 Step = Callable[[Any, Any], Any]
 BATCH = by_hand.batch()
@@ -28,53 +29,41 @@ def of_schedule(count: Any) -> float:
     return 0.1 / (1 + int(count))
 
 
-def updates_each(k: int) -> Step:
+@eager
+def updates_each(state: Any, batch: Any, k: int) -> Any:
     """Updates the parameters at each microbatch, with a rate that depends on the number of updates."""
-
-    def step(state: Any, batch: Any) -> Any:
-        params, count = state["params"], state["count"]
-        for part in defects.pieces(batch, k):
-            params = updated(params, defects.mean(by_hand.sums, params, part), of_schedule(count))
-            count = count + np.int32(1)
-        return {"params": params, "count": count}
-
-    return step
+    params, count = state["params"], state["count"]
+    for part in defects.pieces(batch, k):
+        params = updated(params, defects.mean(by_hand.sums, params, part), of_schedule(count))
+        count = count + np.int32(1)
+    return {"params": params, "count": count}
 
 
-def counts_each(k: int) -> Step:
+@eager
+def counts_each(state: Any, batch: Any, k: int) -> Any:
     """Updates the parameters once but counts microbatches."""
-
-    def step(state: Any, batch: Any) -> Any:
-        grads = defects.right(by_hand.sums, k)(state["params"], batch)
-        return {"params": updated(state["params"], grads, 0.1), "count": state["count"] + np.int32(k)}
-
-    return step
+    grads = defects.right(by_hand.sums, k)(state["params"], batch)
+    return {"params": updated(state["params"], grads, 0.1), "count": state["count"] + np.int32(k)}
 
 
-def averages_each(k: int) -> Step:
+@eager
+def averages_each(state: Any, batch: Any, k: int) -> Any:
     """Updates a moving average of the lengths at each microbatch; the parameters are right."""
-
-    def step(state: Any, batch: Any) -> Any:
-        grads = defects.right(by_hand.sums, k)(state["params"], batch)
-        average = state["average"]
-        for part in defects.pieces(batch, k):
-            average = average * average.dtype.type(0.9) + average.dtype.type(0.1) * part["mask"].mean(0)
-        return {"params": updated(state["params"], grads, 0.1), "average": average}
-
-    return step
+    grads = defects.right(by_hand.sums, k)(state["params"], batch)
+    average = state["average"]
+    for part in defects.pieces(batch, k):
+        average = average * average.dtype.type(0.9) + average.dtype.type(0.1) * part["mask"].mean(0)
+    return {"params": updated(state["params"], grads, 0.1), "average": average}
 
 
-def scales_each(k: int) -> Step:
+@eager
+def scales_each(state: Any, batch: Any, k: int) -> Any:
     """Doubles a factor at each microbatch, as if each were a step without an overflow."""
-
-    def step(state: Any, batch: Any) -> Any:
-        grads = defects.right(by_hand.sums, k)(state["params"], batch)
-        return {
-            "params": updated(state["params"], grads, 0.1),
-            "scale": state["scale"] * state["scale"].dtype.type(2**k),
-        }
-
-    return step
+    grads = defects.right(by_hand.sums, k)(state["params"], batch)
+    return {
+        "params": updated(state["params"], grads, 0.1),
+        "scale": state["scale"] * state["scale"].dtype.type(2**k),
+    }
 
 
 @pytest.mark.parametrize(
@@ -168,29 +157,25 @@ def test_a_second_step_shows_the_decay_of_a_state_that_the_first_one_hides(
 
 
 def test_a_second_step_that_is_not_finite_is_named() -> None:
-    def make(k: int) -> Step:
-        def step(state: Any, batch: Any) -> Any:
-            grads = defects.right(by_hand.sums, k)(state["params"], batch)
-            factor = state["scale"] if k > 1 else state["scale"] * 0  # infinite once the scale is 1
-            with np.errstate(divide="ignore"):
-                rate = 0.1 / (1 - factor)
-            return {"params": updated(state["params"], grads, rate), "scale": state["scale"] * 0 + 1}
-
-        return step
+    @eager
+    def make(state: Any, batch: Any, k: int) -> Any:
+        grads = defects.right(by_hand.sums, k)(state["params"], batch)
+        factor = state["scale"] if k > 1 else state["scale"] * 0  # infinite once the scale is 1
+        with np.errstate(divide="ignore"):
+            rate = 0.1 / (1 - factor)
+        return {"params": updated(state["params"], grads, rate), "scale": state["scale"] * 0 + 1}
 
     report = checked(make, scale=np.zeros(1, np.float32))
     assert (report.cause, report.faults[0].run) == (Cause.NOT_FINITE, "2 microbatches in the second step"), str(report)
 
 
 def test_a_second_step_in_narrow_floats_that_is_not_compared_in_float64_does_not_pass() -> None:
-    def make(k: int) -> Step:
-        def step(state: Any, rows: Any) -> Any:
-            if state["count"] and rows.dtype == np.float64:
-                raise ValueError("only the first step runs in float64")
-            mean = sum(part.sum(axis=0) for part in np.array_split(rows, k)) / rows.dtype.type(len(rows))
-            return {"w": state["w"] - mean, "count": state["count"] + np.int32(1)}
-
-        return step
+    @eager
+    def make(state: Any, rows: Any, k: int) -> Any:
+        if state["count"] and rows.dtype == np.float64:
+            raise ValueError("only the first step runs in float64")
+        mean = sum(part.sum(axis=0) for part in np.array_split(rows, k)) / rows.dtype.type(len(rows))
+        return {"w": state["w"] - mean, "count": state["count"] + np.int32(1)}
 
     rows = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float16)
     report = check_step(make, {"w": np.ones(16, np.float16), "count": np.int32(0)}, rows, returns="params")
@@ -199,14 +184,12 @@ def test_a_second_step_in_narrow_floats_that_is_not_compared_in_float64_does_not
 
 
 def test_a_step_that_does_not_take_its_own_result_is_compared_once() -> None:
-    def make(k: int) -> Step:
-        def step(state: Any, batch: Any) -> Any:
-            if state["count"].any():
-                raise ValueError("it starts at 0")
-            grads = defects.right(by_hand.sums, k)(state["params"], batch)
-            return {"params": updated(state["params"], grads, 0.1), "count": state["count"] + np.int32(1)}
-
-        return step
+    @eager
+    def make(state: Any, batch: Any, k: int) -> Any:
+        if state["count"].any():
+            raise ValueError("it starts at 0")
+        grads = defects.right(by_hand.sums, k)(state["params"], batch)
+        return {"params": updated(state["params"], grads, 0.1), "count": state["count"] + np.int32(1)}
 
     assert checked(make, count=np.int32(0)).passes
 
