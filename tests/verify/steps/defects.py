@@ -7,6 +7,7 @@ number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,16 @@ def as_dtype(number: Any, like: Any) -> Any:
 
 def mean(sums: Sums, p: Any, batch: Any) -> list[Any]:
     return over(*sums(p, batch))
+
+
+def of_sums(step: Any) -> Any:
+    """A factory ``make(sums, k, **settings)`` of steps from ``step(sums, params, batch, k, **settings)``."""
+
+    @wraps(step)
+    def make(sums: Sums, k: int, **settings: Any) -> Any:
+        return partial(step, sums, k=k, **settings)
+
+    return make
 
 
 def combining(combine: Callable[[list[Any]], list[Any]]) -> Any:
@@ -106,14 +117,11 @@ only_the_last = combining(lambda made: over(*made[-1]))
 """Overwrites the gradient instead of accumulating it."""
 
 
-def doubles(sums: Sums, k: int) -> Any:
+@of_sums
+def doubles(sums: Sums, p: Any, batch: Any, k: int) -> Any:
     """Microbatches that overlap by one row."""
-
-    def step(p: Any, batch: Any) -> Any:
-        n, size = length(batch), length(batch) // k
-        return total([sums(p, rows(batch, max(0, i - (k > 1)), i + size)) for i in range(0, n, size)])
-
-    return step
+    n, size = length(batch), length(batch) // k
+    return total([sums(p, rows(batch, max(0, i - (k > 1)), i + size)) for i in range(0, n, size)])
 
 
 def clips_each(sums: Sums, k: int, norm: float = 0.05) -> Any:
@@ -125,25 +133,21 @@ def clips_each(sums: Sums, k: int, norm: float = 0.05) -> Any:
     return lambda p, batch: over(added([clipped(mean(sums, p, part)) for part in pieces(batch, k)]), k)
 
 
-def decays_each(sums: Sums, k: int, rate: float = 1e-3, of: Callable[[Any], Any] = lambda p: p) -> Any:
+@of_sums
+def decays_each(
+    sums: Sums, p: Any, batch: Any, k: int, rate: float = 1e-3, of: Callable[[Any], Any] = lambda p: p
+) -> Any:
     """Adds ``rate * of(params)`` to the gradient at each microbatch but the first."""
-
-    def step(p: Any, batch: Any) -> Any:
-        grads = right(sums, k)(p, batch)
-        return [g + of(x).astype(g.dtype) * as_dtype(rate * (k - 1), g) for g, x in zip(grads, p, strict=True)]
-
-    return step
+    grads = right(sums, k)(p, batch)
+    return [g + of(x).astype(g.dtype) * as_dtype(rate * (k - 1), g) for g, x in zip(grads, p, strict=True)]
 
 
-def penalizes_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
+@of_sums
+def penalizes_each(sums: Sums, p: Any, batch: Any, k: int, rate: float = 0.1) -> Any:
     """Adds the gradient of a penalty to the sum of each microbatch, before the division by all tokens."""
-
-    def step(p: Any, batch: Any) -> Any:
-        made = [sums(p, part) for part in pieces(batch, k)]
-        penalty = [x * as_dtype(rate, x) for x in p]
-        return total([(added([g, penalty]), w) for g, w in made])
-
-    return step
+    made = [sums(p, part) for part in pieces(batch, k)]
+    penalty = [x * as_dtype(rate, x) for x in p]
+    return total([(added([g, penalty]), w) for g, w in made])
 
 
 def scheduled_each(sums: Sums, k: int, factor: float = 0.5) -> Any:
@@ -167,15 +171,12 @@ def averages_each(sums: Sums, k: int, decay: float = 0.5) -> Any:
     return combining(combine)(sums, k)
 
 
-def updates_each(sums: Sums, k: int, rate: float = 0.1) -> Any:
+@of_sums
+def updates_each(sums: Sums, p: Any, batch: Any, k: int, rate: float = 0.1) -> Any:
     """Updates the parameters at each microbatch; returns the new parameters."""
-
-    def step(p: Any, batch: Any) -> Any:
-        for part in pieces(batch, k):
-            p = [x - y * as_dtype(rate, y) for x, y in zip(p, mean(sums, p, part), strict=True)]
-        return p
-
-    return step
+    for part in pieces(batch, k):
+        p = [x - y * as_dtype(rate, y) for x, y in zip(p, mean(sums, p, part), strict=True)]
+    return p
 
 
 def in_order(sums: list[Any], dtype: Any) -> list[Any]:
@@ -205,16 +206,13 @@ def overwrites_rows(sums: Sums, k: int) -> Any:
     return combining(combine)(sums, k)
 
 
-def pads_with_zeros(sums: Sums, k: int) -> Any:
+@of_sums
+def pads_with_zeros(sums: Sums, p: Any, batch: Any, k: int) -> Any:
     """Pads the last microbatch with zeros and counts the padding as examples."""
-
-    def step(p: Any, batch: Any) -> Any:
-        more = -length(batch) % k
-        filled = {name: np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
-        factor = length(batch) / (length(batch) + more)
-        return [x * as_dtype(factor, x) for x in right(sums, k)(p, filled)]
-
-    return step
+    more = -length(batch) % k
+    filled = {name: np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
+    factor = length(batch) / (length(batch) + more)
+    return [x * as_dtype(factor, x) for x in right(sums, k)(p, filled)]
 
 
 def trains_on_padding(sums: Sums, k: int) -> Any:

@@ -65,20 +65,17 @@ def rms_prop(make: Any, sums: Any, k: int, decay: float = 0.5) -> Any:
     return step
 
 
-def normalized(sums: Any, k: int) -> Any:
+@defects.of_sums
+def normalized(sums: Any, p: Any, batch: Any, k: int) -> Any:
     """Normalizes each microbatch by its statistics and updates a running mean."""
     del sums
-
-    def step(p: Any, batch: Any) -> Any:
-        total, running = 0.0, p["mean"]
-        for part in defects.pieces(batch, k):
-            x = part["tokens"].astype(p["w"].dtype)
-            x = (x - x.mean(0)) / (x.std(0) + 1)
-            total = total + x.T @ (x @ p["w"] - 1) / len(x)
-            running = running / 2 + x.mean() * p["mean"]
-        return {"w": p["w"] - total / k, "mean": running}
-
-    return step
+    total, running = 0.0, p["mean"]
+    for part in defects.pieces(batch, k):
+        x = part["tokens"].astype(p["w"].dtype)
+        x = (x - x.mean(0)) / (x.std(0) + 1)
+        total = total + x.T @ (x @ p["w"] - 1) / len(x)
+        running = running / 2 + x.mean() * p["mean"]
+    return {"w": p["w"] - total / k, "mean": running}
 
 
 def kept_in_float32(sums: Any, k: int) -> Any:
@@ -87,42 +84,33 @@ def kept_in_float32(sums: Any, k: int) -> Any:
     return lambda p, batch: {"w": step(p, batch)["w"].astype(np.float32)}
 
 
-def decayed_each(sums: Any, k: int) -> Any:
+@defects.of_sums
+def decayed_each(sums: Any, p: Any, batch: Any, k: int) -> Any:
     """Updates once, but decays the new parameters once per microbatch."""
-
-    def step(p: Any, batch: Any) -> Any:
-        kept = [x.dtype.type(1 - 2**-10) for x in p]
-        grads = defects.right(sums, k)(p, batch)
-        return [(x - g / 8) * y**k for x, g, y in zip(p, grads, kept, strict=True)]
-
-    return step
+    kept = [x.dtype.type(1 - 2**-10) for x in p]
+    grads = defects.right(sums, k)(p, batch)
+    return [(x - g / 8) * y**k for x, g, y in zip(p, grads, kept, strict=True)]
 
 
-def decays_within(sums: Any, k: int) -> Any:
+@defects.of_sums
+def decays_within(sums: Any, p: Any, batch: Any, k: int) -> Any:
     """Decays the parameters after each microbatch and updates them once at the end."""
-
-    def step(p: Any, batch: Any) -> Any:
-        total, now = 0.0, p
-        for part in defects.pieces(batch, k):
-            total = [x + g / k for x, g in zip(total or [0] * len(p), defects.mean(sums, now, part), strict=True)]
-            now = [x * x.dtype.type(1 - 2**-10) for x in now]
-        return [x - g / 8 for x, g in zip(now, total, strict=True)]
-
-    return step
+    total, now = 0.0, p
+    for part in defects.pieces(batch, k):
+        total = [x + g / k for x, g in zip(total or [0] * len(p), defects.mean(sums, now, part), strict=True)]
+        now = [x * x.dtype.type(1 - 2**-10) for x in now]
+    return [x - g / 8 for x, g in zip(now, total, strict=True)]
 
 
-def iterated(sums: Any, k: int) -> Any:
+@defects.of_sums
+def iterated(sums: Any, state: Any, batch: Any, k: int) -> Any:
     """Advances a state that depends on no example, as spectral norm does, at each microbatch."""
-
-    def step(state: Any, batch: Any) -> Any:
-        p, u = state
-        made, moved = [sums(p, part) for part in defects.pieces(batch, k)], p
-        for grads, _ in made:
-            u = (u + u.dtype.type(1)) / u.dtype.type(2)
-            moved = [x - g * u[0] / sum(n for _, n in made) for x, g in zip(moved, grads, strict=True)]
-        return moved, u
-
-    return step
+    p, u = state
+    made, moved = [sums(p, part) for part in defects.pieces(batch, k)], p
+    for grads, _ in made:
+        u = (u + u.dtype.type(1)) / u.dtype.type(2)
+        moved = [x - g * u[0] / sum(n for _, n in made) for x, g in zip(moved, grads, strict=True)]
+    return moved, u
 
 
 def unclipped(sums: Any, k: int) -> Any:
@@ -130,17 +118,14 @@ def unclipped(sums: Any, k: int) -> Any:
     return (clipped if k == 1 else lambda make, *others: make(*others))(defects.right, sums, k)
 
 
-def averaged(sums: Any, k: int) -> Any:
+@defects.of_sums
+def averaged(sums: Any, state: Any, batch: Any, k: int) -> Any:
     """Moves an average of the parameters once per microbatch."""
-
-    def step(state: Any, batch: Any) -> Any:
-        p, average = state
-        new = [x - g / 8 for x, g in zip(p, defects.right(sums, k)(p, batch), strict=True)]
-        for _ in range(k):
-            average = [x + (y - x) / 4 for x, y in zip(average, new, strict=True)]
-        return new, average
-
-    return step
+    p, average = state
+    new = [x - g / 8 for x, g in zip(p, defects.right(sums, k)(p, batch), strict=True)]
+    for _ in range(k):
+        average = [x + (y - x) / 4 for x, y in zip(average, new, strict=True)]
+    return new, average
 
 
 def counting(sums: Any, k: int) -> Any:
@@ -148,29 +133,23 @@ def counting(sums: Any, k: int) -> Any:
     return lambda state, batch: (defects.right(sums, k)(state[0], batch), state[1] + k)
 
 
-def tracked(sums: Any, k: int) -> Any:
+@defects.of_sums
+def tracked(sums: Any, state: Any, batch: Any, k: int) -> Any:
     """Updates once, but moves an average of the squared gradients at each microbatch."""
-
-    def step(state: Any, batch: Any) -> Any:
-        p, squares = state
-        for part in defects.pieces(batch, k):
-            squares = [x / 2 + g * g / 2 for x, g in zip(squares, defects.mean(sums, p, part), strict=True)]
-        return [x - g / 8 for x, g in zip(p, defects.right(sums, k)(p, batch), strict=True)], squares
-
-    return step
+    p, squares = state
+    for part in defects.pieces(batch, k):
+        squares = [x / 2 + g * g / 2 for x, g in zip(squares, defects.mean(sums, p, part), strict=True)]
+    return [x - g / 8 for x, g in zip(p, defects.right(sums, k)(p, batch), strict=True)], squares
 
 
-def filled_up(sums: Any, k: int) -> Any:
+@defects.of_sums
+def filled_up(sums: Any, p: Any, batch: Any, k: int) -> Any:
     """Pads the last microbatch with rows of zeros, whose gradient is not 0: a bias predicts for them, too."""
     del sums
-
-    def step(p: Any, batch: Any) -> Any:
-        x = batch["tokens"].astype(p["w"].dtype)
-        x = np.concatenate([x, np.zeros((-len(x) % k, *x.shape[1:]), x.dtype)])
-        error = np.tanh(x @ p["w"] + p["b"])
-        return {"w": x.T @ error / len(x), "b": error.mean(0)}
-
-    return step
+    x = batch["tokens"].astype(p["w"].dtype)
+    x = np.concatenate([x, np.zeros((-len(x) % k, *x.shape[1:]), x.dtype)])
+    error = np.tanh(x @ p["w"] + p["b"])
+    return {"w": x.T @ error / len(x), "b": error.mean(0)}
 
 
 def summed_narrowly(sums: Any, k: int) -> Any:
@@ -190,15 +169,12 @@ def positives(sums: Any, k: int) -> Any:
     return lambda p, batch: [sum(one(p[0], part) for part in defects.pieces(batch, k)) / p[0].dtype.type(k)]
 
 
-def relabelled(sums: Any, k: int) -> Any:
+@defects.of_sums
+def relabelled(sums: Any, p: Any, batch: Any, k: int) -> Any:
     """Takes a batch with a string and a function among its values."""
-
-    def step(p: Any, batch: Any) -> Any:
-        assert batch["task"] == "words"
-        rows = {name: x for name, x in batch.items() if name in BATCH}
-        return [batch["scale"](x) for x in defects.right(sums, k)(p, rows)]
-
-    return step
+    assert batch["task"] == "words"
+    rows = {name: x for name, x in batch.items() if name in BATCH}
+    return [batch["scale"](x) for x in defects.right(sums, k)(p, rows)]
 
 
 def squares() -> Any:

@@ -91,12 +91,10 @@ def broken(sums: Any, k: int) -> Any:
     return defects.right(sums, k)
 
 
-def reshapes(sums: Any, k: int) -> Any:
-    def step(p: Any, batch: Any) -> Any:
-        np.reshape(batch["tokens"], (k, len(batch["tokens"]) // k, -1, 6))
-        return defects.right(sums, k)(p, batch) if k == 1 else np.reshape(p[0], (k, 7))
-
-    return step
+@defects.of_sums
+def reshapes(sums: Any, p: Any, batch: Any, k: int) -> Any:
+    np.reshape(batch["tokens"], (k, len(batch["tokens"]) // k, -1, 6))
+    return defects.right(sums, k)(p, batch) if k == 1 else np.reshape(p[0], (k, 7))
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,10 @@ def as_rows(params: Any, batch: Any, k: int) -> Any:
     return tape.gradient(loss, params)
 
 
-def clipped(sums: Any, k: int) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        made = [tf.clip_by_global_norm(defects.mean(sums, params, part), 0.05)[0] for part in defects.pieces(batch, k)]
-        return [x / k for x in defects.added(made)]
-
-    return step
+@defects.of_sums
+def clipped(sums: Any, params: Any, batch: Any, k: int) -> Any:
+    made = [tf.clip_by_global_norm(defects.mean(sums, params, part), 0.05)[0] for part in defects.pieces(batch, k)]
+    return [x / k for x in defects.added(made)]
 
 
 def decayed(sums: Any, k: int) -> Any:

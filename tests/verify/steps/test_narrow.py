@@ -54,16 +54,11 @@ def test_a_narrow_accumulator_is_named_in_any_order(dtype: np.dtype, add: Add, k
     assert report.cause is Cause.PRECISION, str(report)
 
 
-def bends(sums: Any, k: int) -> Any:
+@defects.of_sums
+def bends(sums: Any, params: Floats, batch: Any, k: int) -> Floats:
     """Multiplies the gradient by a smooth function of it and of k, as little as rounding to 16 bits: no known cause."""
-
-    def step(params: Floats, batch: Any) -> Floats:
-        grads = defects.right(sums, k)(params, batch)
-        return [
-            g * (1 + 2.0**-9 * np.sin(k * np.arange(g.size).reshape(g.shape) + 20 * g)).astype(g.dtype) for g in grads
-        ]
-
-    return step
+    grads = defects.right(sums, k)(params, batch)
+    return [g * (1 + 2.0**-9 * np.sin(k * np.arange(g.size).reshape(g.shape) + 20 * g)).astype(g.dtype) for g in grads]
 
 
 @pytest.mark.parametrize("k", [2, 8])
@@ -101,15 +96,12 @@ def test_a_schedule_is_named_however_slow(factor: float, k: int) -> None:
     assert report.cause is Cause.BY_PLACE, str(report)
 
 
-def of_bfloat16(sums: Any, k: int, rate: float, narrow: bool = False) -> Any:
+@defects.of_sums
+def of_bfloat16(sums: Any, params: Floats, batch: Any, k: int, rate: float, narrow: bool = False) -> Floats:
     """Gradients of bfloat16 parameters, computed in float32 or wider; `narrow`: always in float32."""
-
-    def step(params: Floats, batch: Any) -> Floats:
-        wide = [x.astype(FLOAT32 if narrow else np.promote_types(x.dtype, FLOAT32)) for x in params]
-        made = defects.decays_each(sums, k, rate)(wide, batch)
-        return [x.astype(BFLOAT16 if narrow else p.dtype) for x, p in zip(made, params, strict=True)]
-
-    return step
+    wide = [x.astype(FLOAT32 if narrow else np.promote_types(x.dtype, FLOAT32)) for x in params]
+    made = defects.decays_each(sums, k, rate=rate)(wide, batch)
+    return [x.astype(BFLOAT16 if narrow else p.dtype) for x, p in zip(made, params, strict=True)]
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -135,7 +127,7 @@ def test_padding_is_compared_in_float64_beside_bfloat16() -> None:
 
     def counting(sums: Any, k: int) -> Any:
         def step(p: Floats, rows: Any) -> Floats:
-            made = of_bfloat16(sums, k, 0)(p, rows)
+            made = of_bfloat16(sums, k, rate=0)(p, rows)
             extra = rows["tokens"].shape[0] > 16
             return [x * x.dtype.type(1 + extra * 2**-12) for x in made]
 
