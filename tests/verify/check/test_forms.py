@@ -18,6 +18,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from gradcombine.verify import Cause, check_step
+from tests.verify.steps.dividing import part, parts
 
 pytestmark = pytest.mark.usefixtures("as_users_do")
 
@@ -38,8 +39,8 @@ def squares(predicted: Any, batch: Any) -> Any:
 
 def combined(of_sum: Sum, model: Any, batch: Any, k: int, right: bool) -> Any:
     """The mean over all real examples, or, if not `right`, the mean of the microbatches' means."""
-    parts = [jax.tree.map(lambda a, i=i: a.reshape(k, -1, *a.shape[1:])[i], batch) for i in range(k)]
-    sums, counts = [of_sum(model, part) for part in parts], [part["mask"].sum() for part in parts]
+    divided = parts(batch, k)
+    sums, counts = [of_sum(model, part) for part in divided], [part["mask"].sum() for part in divided]
     if right:
         return jax.tree.map(lambda *g: sum(g) / sum(counts), *sums)
     return jax.tree.map(lambda *g: sum(x / n for x, n in zip(g, counts, strict=True)) / k, *sums)
@@ -120,9 +121,8 @@ def compiled(right: bool) -> tuple[Any, Any]:
             for variable, value in zip(model.trainable_variables, params, strict=True):
                 variable.assign(value)
             weight = k * batch["mask"] / batch["mask"].sum() if right else batch["mask"]
-            rows = [x.reshape(k, -1, *x.shape[1:]) for x in (batch["x"], batch["y"], weight)]
-            for part in zip(*rows, strict=True):
-                run(tuple(map(tf.constant, part)))
+            for rows in parts((batch["x"], batch["y"], weight), k):
+                run(tuple(map(tf.constant, rows)))
             return [x.numpy() for x in model.trainable_variables]
 
         return step
@@ -151,9 +151,8 @@ def mirrored(right: bool) -> tuple[Any, Any]:
             return strategy.reduce(how, strategy.run(replica, (parts,)), axis=None)
 
         def step(params: Any, batch: Any) -> Any:
-            parts = [{n: tf.constant(x.reshape(k, -1, *x.shape[1:])[i]) for n, x in batch.items()} for i in range(k)]
             of = strategy.experimental_distribute_values_from_function(
-                lambda context: parts[context.replica_id_in_sync_group]
+                lambda context: jax.tree.map(tf.constant, part(batch, k, context.replica_id_in_sync_group))
             )
             return run(jax.tree.map(tf.constant, params), of, tf.constant(batch["mask"].sum()))
 
@@ -177,8 +176,7 @@ class Keyed(NamedTuple):
 def donated(k: int) -> Any:
     @partial(jax.jit, donate_argnums=0)
     def step(state: Keyed, batch: Any) -> Keyed:
-        parts = [jax.tree.map(lambda a, i=i: a.reshape(k, -1, *a.shape[1:])[i], batch) for i in range(k)]
-        grads = [(x["x"] * x["mask"][:, None]).sum(0) for x in parts]
+        grads = [(x["x"] * x["mask"][:, None]).sum(0) for x in parts(batch, k)]
         return Keyed(state.params - sum(grads) / batch["mask"].sum(), jax.random.fold_in(state.key, 1))
 
     return step
