@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import keras
@@ -233,16 +232,6 @@ def test_flush_divides_by_the_true_weight() -> None:
         step(given[k], 1)
     assert bits(variables) == [x.tobytes() for x in gc.mean(given[2:])]
     assert not bool(optimizer.flush()) and int(optimizer.iterations) == 2
-
-
-def test_a_window_is_the_exact_weighted_mean() -> None:
-    w = keras.Variable([0.0])
-    step = stepper(Accumulate(Replace(), 3), [w], "eager")
-    terms = [(0.1, 3), (0.7, 1), (-0.3, 4)]
-    for value, weight in terms:
-        step([np.float32([value])], weight)
-    exact = sum(Fraction(float(np.float32(g))) * n for g, n in terms) / 8
-    assert abs(Fraction(float(w[0])) - exact) <= Fraction(1, 2**25)
 
 
 def test_a_weight_may_be_given_around_the_call() -> None:
