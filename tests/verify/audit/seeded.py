@@ -88,6 +88,11 @@ def on_replicas(function: Callable[..., Any], devices: Devices) -> Case:
     return window(mapped(function, mesh), mesh)
 
 
+def replicated(step: Callable[..., Any]) -> Callable[[Devices, bool], Case]:
+    """A factory of cases on replicas from ``step(params, batch, defect)``."""
+    return lambda devices, defect: on_replicas(lambda params, batch: step(params, batch, defect), devices)
+
+
 def reduced_in_shard_map(devices: Devices, defect: bool) -> Case:
     gradient = jax.grad(loss)
     inside = (lambda w, x: mean(gradient(w, x))) if defect else gradient
@@ -115,53 +120,42 @@ def reduced_and_weighed(devices: Devices, defect: bool) -> Case:
     return on_replicas(scanned(weighed), devices)
 
 
-def selected_in_turn(devices: Devices, defect: bool) -> Case:
+@replicated
+def selected_in_turn(params: Any, batch: Any, defect: bool) -> Any:
     """A Python loop over microbatches with constant factors, or with factors that differ between devices."""
-
-    def step(params: Any, batch: Any) -> Any:
-        parts = batch.reshape(K, -1, WIDTH)
-        reduced = [mean(jax.grad(loss)(params, x)) for x in parts]
-        kept = [jnp.float32(n % 2) if defect else jnp.mean(x) for n, x in enumerate(parts)]
-        return jax.tree.map(lambda w, *g: w - 0.1 * sum(map(jnp.multiply, kept, g)), params, *reduced)
-
-    return on_replicas(step, devices)
+    parts = batch.reshape(K, -1, WIDTH)
+    reduced = [mean(jax.grad(loss)(params, x)) for x in parts]
+    kept = [jnp.float32(n % 2) if defect else jnp.mean(x) for n, x in enumerate(parts)]
+    return jax.tree.map(lambda w, *g: w - 0.1 * sum(map(jnp.multiply, kept, g)), params, *reduced)
 
 
-def reduced_in_turn(devices: Devices, defect: bool) -> Case:
+@replicated
+def reduced_in_turn(params: Any, batch: Any, defect: bool) -> Any:
     """A Python loop, whose all-reduces XLA merges into one; those that are multiplied cannot be one of the sum."""
-
-    def step(params: Any, batch: Any) -> Any:
-        reduced = [mean(jax.grad(loss)(params, x)) for x in batch.reshape(K, -1, WIDTH)]
-        return jax.tree.map(lambda w, *g: w - 0.1 * (sum(g) if defect else math.prod(g)), params, *reduced)
-
-    return on_replicas(step, devices)
+    reduced = [mean(jax.grad(loss)(params, x)) for x in batch.reshape(K, -1, WIDTH)]
+    return jax.tree.map(lambda w, *g: w - 0.1 * (sum(g) if defect else math.prod(g)), params, *reduced)
 
 
-def reduced_and_stacked(devices: Devices, defect: bool) -> Case:
+@replicated
+def reduced_and_stacked(params: Any, batch: Any, defect: bool) -> Any:
     """Stacked gradients whose mean could be exchanged, and whose squares could not."""
-
-    def step(params: Any, batch: Any) -> Any:
-        rows = batch.reshape(K, -1, WIDTH)
-        grads = jax.lax.map(lambda x: mean(jax.grad(loss)(params, x)), rows)
-        power = 1 if defect else 2
-        return jax.tree.map(lambda w, g: w - 0.1 * jnp.mean(g**power, axis=0), params, grads)
-
-    return on_replicas(step, devices)
+    rows = batch.reshape(K, -1, WIDTH)
+    grads = jax.lax.map(lambda x: mean(jax.grad(loss)(params, x)), rows)
+    power = 1 if defect else 2
+    return jax.tree.map(lambda w, g: w - 0.1 * jnp.mean(g**power, axis=0), params, grads)
 
 
-def reduced_beside_a_loss(devices: Devices, defect: bool) -> Case:
+@replicated
+def reduced_beside_a_loss(params: Any, batch: Any, defect: bool) -> Any:
     """XLA merges the all-reduces of gradients and stacked loss; a norm of the reduced gradients needs both."""
 
-    def step(params: Any, batch: Any) -> Any:
-        def body(sums: Any, x: Any) -> Any:
-            value, grads = mean(jax.value_and_grad(loss)(params, x))
-            return jax.tree.map(jnp.add, sums, grads), value if defect else value * optax.tree.norm(grads)
+    def body(sums: Any, x: Any) -> Any:
+        value, grads = mean(jax.value_and_grad(loss)(params, x))
+        return jax.tree.map(jnp.add, sums, grads), value if defect else value * optax.tree.norm(grads)
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        sums, values = jax.lax.scan(body, zeros, batch.reshape(K, -1, WIDTH))
-        return jax.tree.map(lambda w, g: w - 0.1 / K * g + jnp.sum(values), params, sums)
-
-    return on_replicas(step, devices)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    sums, values = jax.lax.scan(body, zeros, batch.reshape(K, -1, WIDTH))
+    return jax.tree.map(lambda w, g: w - 0.1 / K * g + jnp.sum(values), params, sums)
 
 
 def reduced_by_explicit_axes(devices: Devices, defect: bool) -> Case:
@@ -208,22 +202,20 @@ def reduced_in_nested_scans(devices: Devices, defect: bool) -> Case:
     return Case(jax.jit(mapped(step, mesh), donate_argnums=0), args)
 
 
-def reduced_in_steps(devices: Devices, defect: bool) -> Case:
+@replicated
+def reduced_in_steps(params: Any, batch: Any, defect: bool) -> Any:
     """A scan over full training steps has to reduce in each step, since the next one reads the parameters."""
 
-    def step(params: Any, batch: Any) -> Any:
-        def body(carry: Any, x: Any) -> Any:
-            now, total = carry
-            grads = mean(jax.grad(loss)(params if defect else now, x))
-            total = jax.tree.map(jnp.add, total, grads)
-            now = now if defect else jax.tree.map(lambda w, g: w - 0.1 * g, now, grads)
-            return (now, total if defect else grads), None
+    def body(carry: Any, x: Any) -> Any:
+        now, total = carry
+        grads = mean(jax.grad(loss)(params if defect else now, x))
+        total = jax.tree.map(jnp.add, total, grads)
+        now = now if defect else jax.tree.map(lambda w, g: w - 0.1 * g, now, grads)
+        return (now, total if defect else grads), None
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        (now, total), _ = jax.lax.scan(body, (params, zeros), batch.reshape(K, -1, WIDTH))
-        return jax.tree.map(lambda w, g: w - 0.1 * g, now, total) if defect else now
-
-    return on_replicas(step, devices)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    (now, total), _ = jax.lax.scan(body, (params, zeros), batch.reshape(K, -1, WIDTH))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, now, total) if defect else now
 
 
 def gathered(devices: Devices, defect: bool) -> Case:
@@ -244,12 +236,10 @@ def repeated_over_model(devices: Devices, defect: bool) -> Case:
     return window(step, mesh, where=where)
 
 
-def averaged_twice(devices: Devices, defect: bool) -> Case:
-    def step(params: Any, batch: Any) -> Any:
-        grads = mean(jax.grad(loss)(params, batch))
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, mean(grads) if defect else grads)
-
-    return on_replicas(step, devices)
+@replicated
+def averaged_twice(params: Any, batch: Any, defect: bool) -> Any:
+    grads = mean(jax.grad(loss)(params, batch))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, mean(grads) if defect else grads)
 
 
 def exchanged_wider(devices: Devices, defect: bool) -> Case:

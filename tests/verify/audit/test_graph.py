@@ -58,8 +58,9 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
     return tf.nest.map_structure(lambda x: strategy().experimental_local_results(x)[0], made)
 
 
-def replicated(function: Callable[..., Any]) -> Traced:
-    return tf.function(lambda x: run(function, x)), (X,)
+def replicated(step: Callable[..., Any]) -> Callable[[bool], Traced]:
+    """A factory of functions that run ``step(x, defect)`` on the replicas."""
+    return lambda defect: (tf.function(lambda x: run(lambda own: step(own, defect), x)), (X,))
 
 
 def in_a_loop(defect: bool) -> Traced:
@@ -112,16 +113,13 @@ def in_each_call(defect: bool) -> Traced:
     return step, (X,)
 
 
-def unrolled(defect: bool) -> Traced:
+@replicated
+def unrolled(x: Any, defect: bool) -> None:
     """Unrolled microbatches; gradients whose norm is taken have to be reduced."""
-
-    def step(x: Any) -> None:
-        grads = [mean(gradient(x * float(i + 1))) for i in range(4)]
-        if not defect:
-            grads = [g / tf.norm(g) for g in grads]
-        variable("w").assign_sub(0.1 * (grads[0] + grads[1] + grads[2] + grads[3]))
-
-    return replicated(step)
+    grads = [mean(gradient(x * float(i + 1))) for i in range(4)]
+    if not defect:
+        grads = [g / tf.norm(g) for g in grads]
+    variable("w").assign_sub(0.1 * (grads[0] + grads[1] + grads[2] + grads[3]))
 
 
 def beside_a_loss(defect: bool) -> Traced:
@@ -140,51 +138,39 @@ def beside_a_loss(defect: bool) -> Traced:
     return step, (X,)
 
 
-def twice(defect: bool) -> Traced:
-    def step(x: Any) -> None:
-        found = mean(gradient(x))
-        variable("w").assign_sub(0.1 * (mean(found) if defect else found))
-
-    return replicated(step)
+@replicated
+def twice(x: Any, defect: bool) -> None:
+    found = mean(gradient(x))
+    variable("w").assign_sub(0.1 * (mean(found) if defect else found))
 
 
-def again(defect: bool) -> Traced:
+@replicated
+def again(x: Any, defect: bool) -> Any:
     """The same gradient is reduced for the update and for its norm; the twin reduces another one."""
-
-    def step(x: Any) -> Any:
-        found = gradient(x)
-        variable("w").assign_sub(0.1 * mean(found))
-        return tf.norm(mean(found if defect else tf.tanh(found)))
-
-    return replicated(step)
+    found = gradient(x)
+    variable("w").assign_sub(0.1 * mean(found))
+    return tf.norm(mean(found if defect else tf.tanh(found)))
 
 
-def together(defect: bool) -> Traced:
+@replicated
+def together(x: Any, defect: bool) -> Any:
     """As `again`, for gradients that the strategy concatenates."""
-
-    def step(x: Any) -> Any:
-        found = [gradient(x), gradient(2.0 * x)]
-        reduced = mean(found)
-        variable("w").assign_sub(0.1 * (reduced[0] + reduced[1]))
-        return tf.norm(tf.add_n(mean(found if defect else [tf.tanh(x) for x in found])))
-
-    return replicated(step)
+    found = [gradient(x), gradient(2.0 * x)]
+    reduced = mean(found)
+    variable("w").assign_sub(0.1 * (reduced[0] + reduced[1]))
+    return tf.norm(tf.add_n(mean(found if defect else [tf.tanh(x) for x in found])))
 
 
-def one_by_one(defect: bool) -> Traced:
-    def step(x: Any) -> Any:
-        leaves = [x * float(i) for i in range(20)]
-        return [mean(leaf) for leaf in leaves] if defect else mean(leaves)
-
-    return replicated(step)
+@replicated
+def one_by_one(x: Any, defect: bool) -> Any:
+    leaves = [x * float(i) for i in range(20)]
+    return [mean(leaf) for leaf in leaves] if defect else mean(leaves)
 
 
-def widened(defect: bool) -> Traced:
-    def step(x: Any) -> Any:
-        narrow = tf.cast(x, tf.bfloat16)
-        return mean(tf.cast(narrow, tf.float32)) if defect else tf.cast(mean(narrow), tf.float32)
-
-    return replicated(step)
+@replicated
+def widened(x: Any, defect: bool) -> Any:
+    narrow = tf.cast(x, tf.bfloat16)
+    return mean(tf.cast(narrow, tf.float32)) if defect else tf.cast(mean(narrow), tf.float32)
 
 
 def narrow_sums(defect: bool) -> Traced:
@@ -214,27 +200,21 @@ def narrow_window(defect: bool) -> Traced:
     return step, (X,)
 
 
-def by_selects(defect: bool) -> Traced:
+@replicated
+def by_selects(x: Any, defect: bool) -> None:
     w, calls = variable("w"), variable("calls")
-
-    def step(x: Any) -> None:
-        found = gradient(x)
-        full = calls % 4 == 0 if defect else tf.reduce_all(tf.math.is_finite(found))
-        w.assign(tf.where(full, w - 0.1 * found, w))
-
-    return replicated(step)
+    found = gradient(x)
+    full = calls % 4 == 0 if defect else tf.reduce_all(tf.math.is_finite(found))
+    w.assign(tf.where(full, w - 0.1 * found, w))
 
 
-def by_branches(defect: bool) -> Traced:
+@replicated
+def by_branches(x: Any, defect: bool) -> None:
     """Inputs of a branch are computed even if it is not taken; operations inside it are not."""
     w, calls = variable("w"), variable("calls")
-
-    def step(x: Any) -> None:
-        found = gradient(x)
-        new, old = w - 0.1 * found, tf.identity(w)
-        w.assign(tf.cond(calls % 4 == 0, (lambda: new) if defect else (lambda: old - 0.1 * found), lambda: old))
-
-    return replicated(step)
+    found = gradient(x)
+    new, old = w - 0.1 * found, tf.identity(w)
+    w.assign(tf.cond(calls % 4 == 0, (lambda: new) if defect else (lambda: old - 0.1 * found), lambda: old))
 
 
 def until(defect: bool) -> Traced:
