@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,7 @@ class Case(NamedTuple):
     """A division whose result differs from one batch.
 
     Attributes:
+      standard: the step, measured on one batch.
       split: the division.
       result: its result, in float64 if possible.
       native: its result in the step's native precision.
@@ -31,6 +33,7 @@ class Case(NamedTuple):
       unexplained: fraction of the difference that a hypothesis may leave unexplained, in addition to rounding.
     """
 
+    standard: Standard
     split: Split
     result: Result
     native: Result
@@ -43,19 +46,83 @@ class Case(NamedTuple):
         """Returns those of these leaves that a hypothesis has to explain."""
         return [i for i in leaves if self.leaves is None or i in self.leaves]
 
-    def all_are_means(self, standard: Standard) -> bool:
+    @property
+    def all_are_means(self) -> bool:
         """Whether all leaves to explain are means of the examples' results in one batch."""
-        return set(self.among(range(len(standard.names)))) <= set(standard.combination[1])
+        return set(self.among(range(len(self.standard.names)))) <= set(self.standard.combination[1])
+
+    @property
+    def partitions(self) -> dict[str, list[Rows]]:
+        """The common partitions of the examples into microbatches or devices, by name, without duplicates."""
+        examples, (k, devices) = self.standard.examples, self.split
+        rows = np.arange(examples)
+        named: dict[str, list[np.ndarray]] = {CONTIGUOUS: _chunks(rows, k)}
+        if examples % k:
+            named["split as numpy.array_split does"] = np.array_split(rows, k)
+        if k > 1:
+            named["microbatches of every k-th example"] = [rows[i::k] for i in range(k)]
+        if devices > 1:
+            blocks = _chunks(rows, devices)
+            named["one part per device"] = blocks
+            named["one part per device and microbatch"] = [x for block in blocks for x in _chunks(block, k)]
+            named["microbatches across devices"] = [
+                np.concatenate(x) for x in zip(*(_chunks(block, k) for block in blocks), strict=False)
+            ]
+            named["microbatches split over devices"] = [
+                x for block in _chunks(rows, k) for x in _chunks(block, devices)
+            ]
+        distinct: dict[str, list[Rows]] = {}
+        for name, pieces in named.items():
+            tuples = [tuple(x.tolist()) for x in pieces if len(x)]
+            if len(tuples) > 1 and tuples not in distinct.values():
+                distinct[name] = tuples
+        return distinct
+
+    @property
+    def on_devices(self) -> list[Rows]:
+        """The examples of each device, and of the devices along each axis of a mesh of two axes.
+
+        The devices have a block of the batch, or a part of each microbatch.
+        """
+        k, devices = self.split
+        rows, distinct = np.arange(self.standard.examples), set[Rows]()
+        layouts = [[_chunks(block, devices) for block in blocks] for blocks in ([rows], _chunks(rows, k))]
+        for n in (n for n in range(1, devices) if devices % n == 0):
+            groups = [range(i, i + n) for i in range(0, devices, n)]
+            groups += [range(i, devices, devices // n) for i in range(devices // n)]
+            for group, layout in product(groups, layouts):
+                parts = [parts[d] for parts in layout for d in group if d < len(parts)]
+                distinct.add(tuple(sorted(int(x) for part in parts for x in part)))
+        return sorted(distinct - {()}, key=lambda x: (len(x), x))
+
+    def shares(self, floats: Floats | None = None, sides: float = 2) -> np.ndarray:
+        """Returns the distance of each leaf of the result from one batch, or from other floats, over the bound."""
+        return self.standard.shares(
+            self.result.floats, self.standard.best.floats if floats is None else floats, self.wide, sides
+        )
+
+    def distances(self, predicted: Floats, terms: float, leaves: Iterable[int] | None = None) -> tuple[float, float]:
+        """Returns the distance of a prediction, and of one batch, from the result over the bound, in the worst leaf."""
+        chosen = np.array(self.among(range(len(predicted)) if leaves is None else leaves), np.intp)
+        near, far = (self.shares(x, 2 + terms)[chosen] for x in (predicted, None))
+        return float(near.max(initial=0)), float(far.max(initial=0))
+
+    def accounts_for(
+        self, predicted: Floats, terms: float, leaves: Iterable[int] | None = None, tolerance: float = 1.0
+    ) -> bool:
+        """Whether a prediction is within ``tolerance`` bounds of the result, and much closer than one batch is."""
+        prediction, one_batch = self.distances(predicted, terms, leaves)
+        within = prediction <= max(tolerance, self.unexplained * one_batch)
+        return bool(within and one_batch >= 4 * prediction and one_batch > 1)
 
 
 def case_of(standard: Standard, split: Split, native: Result, loss_terms: Terms | None) -> Case:
     """Returns the case of a division, in float64 if the division and one batch run in it."""
     if standard.wide is not None:
-        try:
-            return Case(split, standard.in_float64(split, standard.subject.batch), native, wide=True, terms=loss_terms)
-        except NotWide:
-            pass
-    return Case(split, native, native, wide=False, terms=loss_terms)
+        with suppress(NotWide):
+            result = standard.in_float64(split, standard.subject.batch)
+            return Case(standard, split, result, native, wide=True, terms=loss_terms)
+    return Case(standard, split, native, native, wide=False, terms=loss_terms)
 
 
 class Prediction(NamedTuple):
@@ -78,89 +145,16 @@ class Prediction(NamedTuple):
     line: str | None = None
 
 
-Hypothesis: TypeAlias = Callable[[Standard, Case], Iterator[Prediction]]
+Hypothesis: TypeAlias = Callable[[Case], Iterator[Prediction]]
 
 
-def explained(standard: Standard, case: Case, hypotheses: Iterable[Hypothesis]) -> Prediction | None:
+def explained(case: Case, hypotheses: Iterable[Hypothesis]) -> Prediction | None:
     """Returns the first prediction that is certain or accounts for the result."""
     for hypothesis in hypotheses:
-        for x in hypothesis(standard, case):
-            if x.floats is None or accounts_for(standard, case, x.floats, x.terms, x.leaves):
+        for x in hypothesis(case):
+            if x.floats is None or case.accounts_for(x.floats, x.terms, x.leaves):
                 return x
     return None
-
-
-def accounts_for(
-    standard: Standard,
-    case: Case,
-    predicted: Floats,
-    terms: float,
-    leaves: Iterable[int] | None = None,
-    tolerance: float = 1.0,
-) -> bool:
-    """Whether a prediction is within ``tolerance`` rounding bounds of the result, and much closer than one batch is."""
-    prediction, one_batch = distances(standard, case, predicted, terms, leaves)
-    within = prediction <= max(tolerance, case.unexplained * one_batch)
-    return bool(within and one_batch >= 4 * prediction and one_batch > 1)
-
-
-def distances(
-    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
-) -> tuple[float, float]:
-    """Returns the distance of a prediction, and of one batch, from the result over the bound, in the worst leaf."""
-    chosen = np.array(case.among(range(len(predicted)) if leaves is None else leaves), np.intp)
-    near, far = (
-        standard.shares(case.result.floats, x, case.wide, 2 + terms)[chosen] for x in (predicted, standard.best.floats)
-    )
-    return float(near.max(initial=0)), float(far.max(initial=0))
-
-
-# --- partitions of the examples ---
-
-CONTIGUOUS = "contiguous microbatches"
-"""Name of the usual partition."""
-
-
-def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
-    """Returns the common partitions of examples into microbatches or devices, by name, without duplicates."""
-    k, devices = split
-    rows = np.arange(examples)
-    named: dict[str, list[np.ndarray]] = {CONTIGUOUS: _chunks(rows, k)}
-    if examples % k:
-        named["split as numpy.array_split does"] = np.array_split(rows, k)
-    if k > 1:
-        named["microbatches of every k-th example"] = [rows[i::k] for i in range(k)]
-    if devices > 1:
-        blocks = _chunks(rows, devices)
-        named["one part per device"] = blocks
-        named["one part per device and microbatch"] = [x for block in blocks for x in _chunks(block, k)]
-        named["microbatches across devices"] = [
-            np.concatenate(x) for x in zip(*(_chunks(block, k) for block in blocks), strict=False)
-        ]
-        named["microbatches split over devices"] = [x for block in _chunks(rows, k) for x in _chunks(block, devices)]
-    distinct: dict[str, list[Rows]] = {}
-    for name, pieces in named.items():
-        tuples = [tuple(x.tolist()) for x in pieces if len(x)]
-        if len(tuples) > 1 and tuples not in distinct.values():
-            distinct[name] = tuples
-    return distinct
-
-
-def on_devices(examples: int, split: Split) -> list[Rows]:
-    """Returns the examples of each device, and of the devices along each axis of a mesh of two axes.
-
-    The devices have a block of the batch, or a part of each microbatch.
-    """
-    k, devices = split
-    rows, distinct = np.arange(examples), set[Rows]()
-    layouts = [[_chunks(block, devices) for block in blocks] for blocks in ([rows], _chunks(rows, k))]
-    for n in (n for n in range(1, devices) if devices % n == 0):
-        groups = [range(i, i + n) for i in range(0, devices, n)]
-        groups += [range(i, devices, devices // n) for i in range(devices // n)]
-        for group, layout in product(groups, layouts):
-            parts = [parts[d] for parts in layout for d in group if d < len(parts)]
-            distinct.add(tuple(sorted(int(x) for part in parts for x in part)))
-    return sorted(distinct - {()}, key=lambda x: (len(x), x))
 
 
 def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
@@ -172,6 +166,10 @@ def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
     """Returns the fraction of each unit that is among these rows."""
     chosen = set(rows)
     return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
+
+
+CONTIGUOUS = "contiguous microbatches"
+"""Name of the usual partition."""
 
 
 def split_by(partition: str) -> str:

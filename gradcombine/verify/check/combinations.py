@@ -8,18 +8,8 @@ from math import lcm
 
 import numpy as np
 
-from gradcombine.verify.check.case import (
-    Case,
-    Prediction,
-    accounts_for,
-    numbers,
-    on_devices,
-    partitions,
-    share_in,
-    split_by,
-)
+from gradcombine.verify.check.case import Case, Prediction, numbers, share_in, split_by
 from gradcombine.verify.check.leaves import as_floats, flat
-from gradcombine.verify.check.running import Split
 from gradcombine.verify.check.separate import are_separate
 from gradcombine.verify.check.standard import SAME, Standard
 from gradcombine.verify.check.step_program import BY_NUMBER
@@ -29,40 +19,42 @@ Weighted = Iterator[tuple[Cause, str, np.ndarray]]
 """Causes with their details and the weights of the examples that they predict."""
 
 
-def linear(standard: Standard, case: Case, by_fit: bool | None = None) -> Iterator[Prediction]:
+def linear(case: Case, by_fit: bool | None = None) -> Iterator[Prediction]:
     """Tries weights of the examples that differ from those in one batch.
 
     Args:
       by_fit: whether weights are fitted to some leaves alone, which a running mean, itself a mean of the examples,
         allows beside gradients that statistics change; None: all weights.
     """
+    standard = case.standard
     c, means = standard.combination
     leaves = case.among(means)
     if c is None or not leaves:
         return
     count, total = len(leaves), len(standard.names)
     scope = "" if count == total else f"; seen in the leaves that are means: {count} of {total}"
-    for cause, detail, x in _combinations(standard, case, c):
+    for cause, detail, x in _combinations(case, c):
         fitted = count < total and cause in (Cause.BY_PLACE, Cause.COEFFICIENTS)
         if by_fit is not None and by_fit != fitted:
             continue
-        if fitted and are_separate(standard, case, sorted(set(standard.gradients) - set(means))):
+        if fitted and are_separate(case, sorted(set(standard.gradients) - set(means))):
             return
         yield Prediction(cause, detail + scope, standard.mixed(x), float(np.abs(x).sum()), leaves)
 
 
-def scaled(standard: Standard, case: Case) -> Iterator[Prediction]:
+def scaled(case: Case) -> Iterator[Prediction]:
     """Tries a multiple of one batch if that is no mean of its examples, such as a clipped gradient."""
+    standard = case.standard
     leaves = case.among(range(len(standard.names)))
-    factor = _factor(standard, case, leaves) if standard.combination[0] is None else 1.0
+    factor = _factor(case, leaves) if standard.combination[0] is None else 1.0
     if abs(factor - 1) > EPSILON:
         floats = [x * factor for x in standard.best.floats]
         yield Prediction(Cause.SCALED, f"by {factor:.6g}", floats, 1 + abs(factor), leaves)
 
 
-def scaled_apart(standard: Standard, case: Case) -> Iterator[Prediction]:
+def scaled_apart(case: Case) -> Iterator[Prediction]:
     """Tries an update whose gradients are multiplied, but whose weight decay is not: ``a * update + b * params``."""
-    subject = standard.subject
+    standard, subject = case.standard, case.standard.subject
     if not subject.returns_params:
         return
     params = [as_floats(x) for _, x in subject.param_leaves]
@@ -89,11 +81,11 @@ FITTED = 2
 """Number of coefficients of `scaled_apart`."""
 
 
-def _factor(standard: Standard, case: Case, leaves: Sequence[int]) -> float:
+def _factor(case: Case, leaves: Sequence[int]) -> float:
     """Fits a division's result by a multiple of one batch; returns 1 for a single number, which always fits."""
-    allowed = standard.allowed(False)
+    allowed = case.standard.allowed(False)
     used = [i for i in leaves if allowed[i] > 0]
-    one, result = (flat([x[i] / allowed[i] for i in used]) for x in (standard.best.floats, case.result.floats))
+    one, result = (flat([x[i] / allowed[i] for i in used]) for x in (case.standard.best.floats, case.result.floats))
     factor = float(result @ one / (one @ one)) if np.count_nonzero(one) > 1 else 1.0
     return 0.0 if abs(factor) <= EPSILON else factor
 
@@ -102,15 +94,15 @@ EPSILON = 1e-5
 """Difference of a factor from 1 or 0 that is ignored: divisors add an epsilon to the count."""
 
 
-def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
+def _shares_in(case: Case) -> dict[str, list[np.ndarray]]:
     """Returns the fraction of each unit in each part, for each partition of the examples."""
-    divided = partitions(standard.examples, split).items()
-    return {name: [share_in(standard.units, rows) for rows in pieces] for name, pieces in divided}
+    units = case.standard.units
+    return {name: [share_in(units, rows) for rows in pieces] for name, pieces in case.partitions.items()}
 
 
-def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
+def _known(case: Case, c: np.ndarray) -> Weighted:
     """Yields the weights of the units under known defects."""
-    k, devices = split
+    standard, (k, devices) = case.standard, case.split
     n = standard.examples
     counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches on all devices")]
     counts += [(n, "examples"), *((total, "tokens") for total in standard.token_totals)]
@@ -120,14 +112,14 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Weighted:
             yield Cause.SCALED, f"by 1 / {count:g}: also {BY_NUMBER} {name}", c / count
     for padded in {n + (-n % k), n + (-n % (k * devices))} - {n}:
         yield Cause.PLACEHOLDERS, f"the last microbatch is padded with {padded - n} rows", c * n / padded
-    divided = _shares_in(standard, split)
+    divided = _shares_in(case)
     for name, pieces in divided.items():
         weights = [float(c @ p) for p in pieces]
         means = sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
         text = f"they weigh from {min(weights):.4g} to {max(weights):.4g} in one batch{split_by(name)}"
         yield Cause.MEAN_OF_MEANS, text, means
         yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", means * len(pieces)
-    for rows in on_devices(n, split):
+    for rows in case.on_devices:
         kept = share_in(standard.units, rows)
         if 0 < c @ kept < c.sum():
             text = f"it is the sum over examples {numbers(rows)}"
@@ -152,17 +144,18 @@ DIVIDED_BY_REST = "; the rest is divided by its own weight"
 DIVIDED_BY_ALL = "; the rest is divided by the weight of all examples"
 
 
-def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Weighted:
+def _combinations(case: Case, c: np.ndarray) -> Weighted:
     """Yields the weights of the units under known defects, then those that are fitted to the result."""
-    yield from _known(standard, case.split, c)
+    yield from _known(case, c)
+    standard = case.standard
     leaves = case.among(standard.combination[1])
-    factor = _factor(standard, case, leaves)
+    factor = _factor(case, leaves)
     if abs(factor - 1) > EPSILON:
         yield Cause.SCALED, f"by {factor:.6g}", c * factor
-    divided, k, devices = _shares_in(standard, case.split), *case.split
+    divided, k, devices = _shares_in(case), *case.split
     x = standard.fit_units(case.result, case.split, case.wide, leaves)
     if x is not None:
-        yield from _levels(standard, case, c, x, divided)
+        yield from _levels(case, c, x, divided)
         return
     index = np.arange(len(c))
     for chosen in [*(index == i for i in index), *(index >= len(c) - i for i in range(2, k * devices))]:
@@ -172,10 +165,9 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Weighted:
             yield Cause.DOUBLED, _examples(standard, chosen), c * (1 + chosen) / (c @ (1 + chosen))
 
 
-def _levels(
-    standard: Standard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
-) -> Weighted:
+def _levels(case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]) -> Weighted:
     """Yields causes that the fitted weights suggest, with the exact weights that they predict."""
+    standard = case.standard
     real = np.abs(c) > 1e-6 * np.abs(c).max()
     if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
         entering = ~real & (np.abs(x) > SAME * np.abs(c).max())
@@ -211,26 +203,24 @@ def _levels(
             factors = [a if abs(a) > 2.0**-20 * max(map(abs, factors)) else 0.0 for a in factors]
             exact = np.where(real, c * sum(a * (p > 0) for a, p in zip(factors, pieces, strict=True)), 0)
             text = f"the right weights are multiplied by {', '.join(f'{a:.4g}' for a in factors)}"
-            if np.ptp(factors) > 2.0**-20 * max(factors) and _same_reversed(standard, case, c, factors, pieces):
+            if np.ptp(factors) > 2.0**-20 * max(factors) and _same_reversed(case, c, factors, pieces):
                 yield Cause.BY_PLACE, f"{text}, also with the examples reversed{split_by(name)}", exact
             cause = Cause.COEFFICIENTS if all(factors) else Cause.LOST
             yield cause, text + split_by(name), exact
-    if case.all_are_means(standard) and r[real].min() > -SAME:
+    if case.all_are_means and r[real].min() > -SAME:
         yield Cause.COEFFICIENTS, f"{r[real].min():.4g} to {r[real].max():.4g} times the right ones", x
 
 
-def _same_reversed(
-    standard: Standard, case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]
-) -> bool:
+def _same_reversed(case: Case, c: np.ndarray, factors: Sequence[float], pieces: Sequence[np.ndarray]) -> bool:
     """Whether the weights have the same factors, up to a common one, with the examples in reverse order."""
-    leaves = standard.combination[1]
+    standard = case.standard
     if len(c) != standard.examples or (result := standard.in_reverse(case.split, case.wide)) is None:
         return False
     by_place = np.sum([a * (p > 0) for a, p in zip(factors, pieces, strict=True)], axis=0)
     x, in_reverse = c * by_place[::-1], case._replace(result=result)
     # Divided as before, or by the sum of the weights.
     return any(
-        accounts_for(standard, in_reverse, standard.mixed(a * x), abs(a) * float(np.abs(x).sum()), leaves)
+        in_reverse.accounts_for(standard.mixed(a * x), abs(a) * float(np.abs(x).sum()), standard.combination[1])
         for a in (1.0, float(c @ by_place) / (float(x.sum()) or 1.0))
     )
 
@@ -246,11 +236,12 @@ MOST_ROWS = 256
 """Maximal size of a batch in which examples are repeated."""
 
 
-def repeated(standard: Standard, case: Case) -> Iterator[Prediction]:
+def repeated(case: Case) -> Iterator[Prediction]:
     """Runs the full step on batches with repeated or missing examples, for Adam or clipping of the mean."""
-    if standard.gradient_examined or case.all_are_means(standard):
+    standard = case.standard
+    if standard.gradient_examined or case.all_are_means:
         return  # explained by the gradient, at a lower cost: each number of rows needs a compilation
-    for cause, detail, repeats in chain(_as_means(standard, case), _as_lost(standard.examples, case)):
+    for cause, detail, repeats in chain(_as_means(case), _as_lost(case)):
         if repeats.sum() <= MOST_ROWS:
             rows = np.repeat(np.arange(standard.examples), repeats.astype(int)).tolist()
             if (result := standard.one(rows)) is not None:
@@ -258,24 +249,24 @@ def repeated(standard: Standard, case: Case) -> Iterator[Prediction]:
                 yield Prediction(cause, text, result.floats, 1)
 
 
-def _as_lost(n: int, case: Case) -> Weighted:
-    for rows in on_devices(n, case.split):
-        yield Cause.NOT_EXCHANGED, f"it is the result of rows {numbers(rows)}", 1.0 * np.isin(np.arange(n), rows)
-    for name, pieces in partitions(n, case.split).items():
+def _as_lost(case: Case) -> Weighted:
+    every = np.arange(case.standard.examples)
+    for rows in case.on_devices:
+        yield Cause.NOT_EXCHANGED, f"it is the result of rows {numbers(rows)}", 1.0 * np.isin(every, rows)
+    for name, pieces in case.partitions.items():
         for rows in pieces:
-            inside = np.isin(np.arange(n), rows)
+            inside = np.isin(every, rows)
             yield Cause.LOST, f"rows {numbers(rows)}{split_by(name)}", 1 - inside
             yield Cause.DOUBLED, f"rows {numbers(rows)}{split_by(name)}", 1 + inside
 
 
-def _as_means(standard: Standard, case: Case) -> Weighted:
+def _as_means(case: Case) -> Weighted:
     """Gives microbatches equal weights, with counts of the examples from a leaf of the batch such as a mask."""
-    n = standard.examples
-    for counts in standard.counts():
-        for name, pieces in partitions(n, case.split).items():
+    for counts in case.standard.counts():
+        for name, pieces in case.partitions.items():
             weights = [int(counts[list(rows)].sum()) for rows in pieces]
             if np.all(counts == np.round(counts)) and min(weights) > 0 and len(set(weights)) > 1:
-                repeats, multiple = np.zeros(n, object), lcm(*weights)  # may exceed 64 bits
+                repeats, multiple = np.zeros(len(counts), object), lcm(*weights)  # may exceed 64 bits
                 for rows, weight in zip(pieces, weights, strict=True):
                     repeats[list(rows)] = multiple // weight
                 text = f"they weigh from {min(weights)} to {max(weights)} in one batch{split_by(name)}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
-from gradcombine.verify.check.case import Case, Prediction, Terms, accounts_for, distances, partitions, split_by
+from gradcombine.verify.check.case import Case, Prediction, Terms, split_by
 from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.running import Floats, NotWide, Rows
 from gradcombine.verify.check.standard import Standard
@@ -114,21 +114,22 @@ def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
         yield Divided(text, [np.sum(column, axis=0) for column in columns], [x.floats for x in wrong])
 
 
-def divided(standard: Standard, case: Case) -> Iterator[Prediction]:
+def divided(case: Case) -> Iterator[Prediction]:
     """Tries known divisors of each term of the loss; the first of the closest predictions wins."""
+    standard = case.standard
     if case.terms is None or standard.subject.returns_params:
         return
     all_terms = measured(standard, case.terms, tuple(range(standard.examples)))
     # Divisors may include an epsilon, whose effect is larger with the smaller count of a microbatch.
     right = case._replace(result=standard.best)
-    epsilons = distances(standard, right, next(divisions([all_terms])).floats, 4)[0]
-    for name, pieces in partitions(standard.examples, case.split).items():
+    epsilons = right.distances(next(divisions([all_terms])).floats, 4)[0]
+    for name, pieces in case.partitions.items():
         count, parts = len(pieces), [measured(standard, case.terms, rows) for rows in pieces]
         candidates = list(divisions(parts))
-        near = [distances(standard, case, x.floats, count)[0] for x in candidates]
+        near = [case.distances(x.floats, count)[0] for x in candidates]
         best = next(x for x, distance in zip(candidates, near, strict=True) if distance <= max(1.0, 2 * min(near)))
         tolerance = max(1.0, 2 * count * epsilons)
-        if best.text and accounts_for(standard, case, best.floats, count, tolerance=tolerance):
+        if best.text and case.accounts_for(best.floats, count, tolerance=tolerance):
             line = dividing(standard.subject, case.split, best.wrong)
             yield Prediction(Cause.DENOMINATOR, best.text + split_by(name), line=line)
 

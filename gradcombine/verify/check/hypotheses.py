@@ -50,10 +50,10 @@ def explain(standard: Standard, split: Split, native: Result, terms: Terms | Non
     these, and last hypotheses that leave a small part of the difference unexplained, as with two causes at once.
     """
     case = case_of(standard, split, native, terms)
-    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
+    shares = case.shares()
     differing = tuple(np.flatnonzero(shares > 1).tolist())
     order_dependent = standard.order_dependent
-    if order_dependent and differing and all(_of_copies(standard, case)):
+    if order_dependent and differing and all(_of_copies(case)):
         order_dependent = []
     order_free = tuple(i for i in differing if i not in order_dependent)
     leaves = order_free or differing
@@ -72,14 +72,14 @@ def explain(standard: Standard, split: Split, native: Result, terms: Terms | Non
             yield SMOOTH, part._replace(unexplained=UNEXPLAINED_PART), text
 
     for hypotheses, tried, text in attempts():
-        if (x := explained(standard, tried, hypotheses)) is not None:
+        if (x := explained(tried, hypotheses)) is not None:
             line = line_of(x.cause, x.detail, standard.subject, split) if x.line is None else x.line
             if x.cause in BY_DESIGN.values() and not standard.not_compared:
-                standard.not_compared = not_predicted(standard, case, sorted({*differing} - {*leaves}))
+                standard.not_compared = not_predicted(case, sorted({*differing} - {*leaves}))
             return x.cause, "; ".join(filter(None, (x.detail, text))), line
     worst, precision = int(shares.argmax()), "float64" if case.wide else "the step's precision"
     text = f"{shares[worst]:.3g} times the rounding bound in {precision}, in leaf {standard.names[worst]}"
-    if integers := [text for _, text in _other_integers(standard, case)]:
+    if integers := [text for _, text in _other_integers(case)]:
         text = integers[0] if shares[worst] <= 1 else f"{text}; {integers[0]}"
     if standard.subject.returns_params and not standard.depends_on_order:
         text += "; a step that returns gradients instead of new parameters may show more"
@@ -95,17 +95,18 @@ MIN_ELEMENTS = 8
 """Minimal number of elements of a leaf that is explained alone."""
 
 
-def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[Prediction]:
+def _most(case: Case, differing: Sequence[int]) -> Iterator[Prediction]:
     """Yields causes that explain most of the leaves that differ, each leaf alone."""
+    standard = case.standard
     sizes, by_cause = [x.size for x in standard.best.floats], dict[Cause, list[tuple[int, str]]]()
     for i in differing:
-        x = None if sizes[i] < MIN_ELEMENTS else explained(standard, case._replace(leaves=(i,)), (microbatches, linear))
+        x = None if sizes[i] < MIN_ELEMENTS else explained(case._replace(leaves=(i,)), (microbatches, linear))
         if x is not None:
             by_cause.setdefault(x.cause, []).append((i, x.detail))
     for cause, seen in by_cause.items():
         if 2 * sum(sizes[i] for i, _ in seen) > sum(sizes[i] for i in differing):
             if cause is Cause.STATISTICS:
-                yield from beside_statistics(standard, case, differing, [i for i, _ in seen])
+                yield from beside_statistics(case, differing, [i for i, _ in seen])
             names = ", ".join(standard.names[i] for i, _ in seen[:3])
             yield Prediction(cause, f"{seen[0][1]}; seen in {names}, not in all leaves")
 
@@ -113,19 +114,19 @@ def _most(standard: Standard, case: Case, differing: Sequence[int]) -> Iterator[
 # --- hypotheses that do not use the results of single examples ---
 
 
-def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
+def counted(case: Case) -> Iterator[Prediction]:
     """Compares step counts in the result, which one update per microbatch also changes.
 
     A count matters if one batch that starts with a count as much larger returns the division's floats. Otherwise a
     count in the state is named only if nothing else differs: layers count calls, and random streams keys (uint32).
     """
-    subject, one, divided = standard.subject, standard.native.integers, case.native.integers
-    texts = [text for quantized, text in _other_integers(standard, case) if not quantized]
+    subject, one, divided = case.standard.subject, case.standard.native.integers, case.native.integers
+    texts = [text for quantized, text in _other_integers(case) if not quantized]
     if not texts:
         return
-    yield from moved(standard, case)
+    yield from moved(case)
     start = subject.integers
-    if standard.shares(case.result.floats, standard.best.floats, case.wide).max(initial=0) <= 1:
+    if case.shares().max(initial=0) <= 1:
         if not subject.returns_params or any(np.any(a != b) for _, a, b in zip(start, one, divided, strict=False)):
             keys = all(a.dtype == np.uint32 for a, b in zip(one, divided, strict=True) if np.any(a != b))
             yield Prediction(Cause.ADVANCED if keys else Cause.COUNTED, texts[0])
@@ -138,29 +139,28 @@ def counted(standard: Standard, case: Case) -> Iterator[Prediction]:
         yield Prediction(Cause.COUNTED, texts[0], result.floats, 1)
 
 
-def _other_integers(standard: Standard, case: Case) -> Iterator[tuple[bool, str]]:
+def _other_integers(case: Case) -> Iterator[tuple[bool, str]]:
     """Yields whether they may be quantized numbers, and a description, for each leaf of integers that differs."""
-    one = standard.native
+    one = case.standard.native
     for name, a, b in zip(one.integer_names, one.integers, case.native.integers, strict=True):
         if np.any(a != b):
             at = np.unravel_index(np.argmax(a != b), a.shape)
             yield is_quantized(a), f"an integer in the result is {b[at]} instead of {a[at]}, in leaf {name}"
 
 
-def rounded(standard: Standard, case: Case) -> Iterator[Prediction]:
+def rounded(case: Case) -> Iterator[Prediction]:
     """Compares the results in float64."""
-    one, result = standard.best, case.result
-    equal = all(map(np.array_equal, result.integers, one.integers))
-    if case.wide and equal and standard.shares(result.floats, one.floats, wide=True).max() <= 1:
+    equal = all(map(np.array_equal, case.result.integers, case.standard.best.integers))
+    if case.wide and equal and case.shares().max() <= 1:
         yield Prediction(Cause.PRECISION, "in float64 it equals one batch, so its additions round too coarsely")
 
 
-def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
+def in_order(case: Case) -> Iterator[Prediction]:
     """Runs copies of one microbatch: if all use the same key, the number of copies does not change the result."""
+    standard, subject, k = case.standard, case.standard.subject, case.split.microbatches
     if case.leaves is not None or not standard.depends_on_order:
         return
-    subject, k = standard.subject, case.split.microbatches
-    by_division, by_number = _of_copies(standard, case)
+    by_division, by_number = _of_copies(case)
     if not by_number:
         yield Prediction(Cause.NEIGHBOURS, "copies of one example give the same result in any number")
     if not (by_division and by_number):  # otherwise each place in the batch has random numbers of its own
@@ -176,12 +176,13 @@ def in_order(standard: Standard, case: Case) -> Iterator[Prediction]:
     yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")
 
 
-def _of_copies(standard: Standard, case: Case) -> tuple[bool, bool]:
+def _of_copies(case: Case) -> tuple[bool, bool]:
     """Whether a division of copies of one example, and half as many copies, differ from one batch of them.
 
     Both do if microbatches draw random numbers. Labels from neighboring rows do not differ, nor does a queue in the
     state.
     """
+    standard = case.standard
     if not standard.draws:
         return False, False
     subject, n = standard.subject, standard.examples
@@ -204,8 +205,9 @@ DRAWN = 2.0**-16
 """Smallest relative difference by other random numbers; float32 ones may round in a float64 run, too."""
 
 
-def padded(standard: Standard, case: Case) -> Iterator[Prediction]:
+def padded(case: Case) -> Iterator[Prediction]:
     """Tries rows of zeros that pad the last microbatch."""
+    standard = case.standard
     n, subject = standard.examples, standard.subject
     padding = -n % (case.split.microbatches * case.split.devices)
     if not padding:
@@ -218,8 +220,9 @@ def padded(standard: Standard, case: Case) -> Iterator[Prediction]:
     yield Prediction(Cause.PLACEHOLDERS, detail, floats, 2, standard.combination[1])
 
 
-def ignored(standard: Standard, case: Case) -> Iterator[Prediction]:
+def ignored(case: Case) -> Iterator[Prediction]:
     """Tests whether the division depends on the contents of an example that one batch ignores."""
+    standard = case.standard
     c, subject, n = standard.weights, standard.subject, standard.examples
     if c is None or len(c) != n or not np.any(c == 0):
         return
@@ -237,17 +240,18 @@ def ignored(standard: Standard, case: Case) -> Iterator[Prediction]:
 # --- gradients that reach an optimizer ---
 
 
-def at_optimizer(standard: Standard, case: Case, early: bool) -> Iterator[Prediction]:
+def at_optimizer(case: Case, early: bool) -> Iterator[Prediction]:
     """Explains a difference of gradients that reach an optimizer: early for terms, or if updates hide their sizes."""
+    standard = case.standard
     of_params = standard.subject.returns_params and case.leaves is None
     if not of_params or early != (case.terms is not None or standard.hides_sizes):
         return
     metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
-    for inner, others in islice(before_update(standard, case), CUTS + 1):
+    for inner, others in islice(before_update(case), CUTS + 1):
         _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
         standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:
-            yield from beside_statistics(standard, case, [*others, *metrics])
+            yield from beside_statistics(case, [*others, *metrics])
         if cause is Cause.STATISTICS or (cause is not Cause.UNEXPLAINED and not others):
             yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
 
@@ -288,17 +292,16 @@ def _is_scaled(inner: Standard, divided: Result) -> bool:
 # --- single elements of a result ---
 
 
-def scattered(standard: Standard, case: Case) -> Iterator[Prediction]:
+def scattered(case: Case) -> Iterator[Prediction]:
     """Tries rows of a leaf that keep one contribution out of several."""
-    units = len(standard.units)
+    standard, units = case.standard, len(case.standard.units)
     c = np.full(units, 1 / units) if standard.weights is None else standard.weights
     columns: list[Floats] = [x.floats for x in standard.columns if x is not None]
     groups = [("examples", c, columns)] if len(columns) == units else []
-    for name, pieces, floats in separate_results(standard, case.split):
+    for name, pieces, floats in separate_results(case):
         weights = np.array([c @ share_in(standard.units, rows) for rows in pieces])
         groups.append((f"microbatches{split_by(name)}", weights, floats))
-    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
-    allowed = standard.allowed(case.wide)
+    shares, allowed = case.shares(), standard.allowed(case.wide)
     for name, weights, parts in groups:
         count = 0
         for i in np.flatnonzero(shares > 1).tolist():
@@ -332,14 +335,15 @@ NEARBY = 2.0**-4
 """Relative distance of inputs that round otherwise, but change smooth functions little."""
 
 
-def narrow(standard: Standard, case: Case) -> Iterator[Prediction]:
+def narrow(case: Case) -> Iterator[Prediction]:
     """Tries 16-bit rounding in each element, uncorrelated with that of other numbers of microbatches or nearby inputs.
 
     Excludes other causes: an added term such as weight decay does not shrink with an element's gradients, a change at
     each microbatch is twice as large for twice as many microbatches, and others are smooth functions of the inputs.
     """
-    (k, devices), columns = case.split, [x.floats for x in standard.columns if x is not None]
-    other, subject = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices), standard.subject
+    standard, subject, (k, devices) = case.standard, case.standard.subject, case.split
+    columns = [x.floats for x in standard.columns if x is not None]
+    other = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices)
     if other.microbatches < 2 or len(columns) < len(standard.units) or not may_be_narrow(subject, case.split):
         return
     one, weights, near = standard.best.floats, standard.estimated_weights, list[Floats]()

@@ -19,7 +19,7 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
-from gradcombine.verify.check.case import Case, accounts_for
+from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.recorded import EQUALIZING, Recorded
@@ -30,19 +30,18 @@ CUTS = 2
 """Number of points at which a step is cut off; the earliest ones."""
 
 
-def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int]]]:
+def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
     """Yields the step up to the gradients that reach the optimizer, for all cuts that predict the result.
 
     Each comes with the leaves of the state that differ, but do not depend on these gradients, such as running
     statistics. Cuts without such leaves come first.
     """
-    subject = standard.subject
-    if subject.framework == "torch":
-        yield from import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
+    if case.standard.subject.framework == "torch":
+        yield from import_module("gradcombine.verify.check.torch_steps").before_update(case)
         return
     partial_cuts = list[tuple[Standard, list[int]]]()
-    for cuts in _cuts(standard, case.split):
-        for inner, others in _that_predict(standard, case, cuts):
+    for cuts in _cuts(case.standard, case.split):
+        for inner, others in _that_predict(case, cuts):
             if others:
                 partial_cuts.append((inner, others))
             else:
@@ -50,9 +49,9 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
     yield from sorted(partial_cuts, key=lambda x: len(x[1]))
 
 
-def _that_predict(standard: Standard, case: Case, cuts: Cuts) -> Iterator[tuple[Standard, list[int]]]:
+def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[Standard, list[int]]]:
     """Yields the step up to each cut that predicts the result, and the leaves of the state that differ beside it."""
-    subject, one, divided = standard.subject, cuts.one, cuts.divided
+    standard, subject, one, divided = case.standard, case.standard.subject, cuts.one, cuts.divided
     try:
         values, divided_values = (subject.floats_of(x.values(), subject.batch, case.wide) for x in (one, divided))
     except Exception:  # the step cannot be run like this
@@ -67,7 +66,7 @@ def _that_predict(standard: Standard, case: Case, cuts: Cuts) -> Iterator[tuple[
         try:
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
             moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
-            accounted = next((x for x in (range(count), moved) if accounts_for(standard, case, predicted, 1, x)), None)
+            accounted = next((x for x in (range(count), moved) if case.accounts_for(predicted, 1, x)), None)
             if accounted is not None:
                 others = [i for i in range(count) if i not in accounted]
                 yield Standard(_up_to(subject, length, one.inside), standard.unit), others
@@ -76,7 +75,7 @@ def _that_predict(standard: Standard, case: Case, cuts: Cuts) -> Iterator[tuple[
 
 
 def updated_in_sequence(
-    standard: Standard, case: Case, batches: Sequence[Sequence[int]], weights: Sequence[float]
+    case: Case, batches: Sequence[Sequence[int]], weights: Sequence[float]
 ) -> Iterator[list[np.ndarray]]:
     """Yields the change of the parameters by one update per microbatch, for the earliest cuts of one batch's program.
 
@@ -85,7 +84,7 @@ def updated_in_sequence(
     Raises:
       Exception: of any type, if the step cannot be traced by JAX, or not run like this.
     """
-    subject, one = standard.subject, _program(standard, ONE_BATCH)
+    subject, one = case.standard.subject, _program(case.standard, ONE_BATCH)
     start = subject.start
     for length in _gradients(one, [x.shape for _, x in subject.param_leaves]):
         indices, state, counts = one.inputs(length), start, None

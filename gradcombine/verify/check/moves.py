@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.check.case import Case, Prediction, accounts_for, partitions, split_by
+from gradcombine.verify.check.case import Case, Prediction, split_by
 from gradcombine.verify.check.inner import updated_in_sequence
 from gradcombine.verify.check.leaves import as_floats, changed, flat
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
@@ -21,12 +21,12 @@ Simulation: TypeAlias = Callable[[Sequence[Rows], np.ndarray, float], list[np.nd
 """Function of microbatches, their weights and a factor that returns the change of the parameters."""
 
 
-def added(standard: Standard, case: Case) -> Iterator[Prediction]:
+def added(case: Case) -> Iterator[Prediction]:
     """Tries additions that do not depend on the division of the examples, such as weight decay.
 
     They are also seen if all examples are copies of one.
     """
-    subject, one = standard.subject, standard.best.floats
+    standard, subject, one = case.standard, case.standard.subject, case.standard.best.floats
     copies = subject.rows([standard.heaviest] * standard.examples)
     of_split, of_one = (subject.tried(x, copies, case.wide) for x in (case.split, ONE_BATCH))
     if of_split is None or of_one is None:
@@ -42,7 +42,7 @@ def added(standard: Standard, case: Case) -> Iterator[Prediction]:
             yield Prediction(Cause.ADDED, f"{factor:.6g} times the new parameters", floats, 4, sorted(new))
     addition = [x - y for x, y in zip(divided, undivided, strict=True)]
     changed = np.flatnonzero(standard.shares(divided, undivided, case.wide) > 1).tolist()
-    for x in averaged(standard, case._replace(leaves=tuple(changed)), by_all=True):
+    for x in averaged(case._replace(leaves=tuple(changed)), by_all=True):
         yield x._replace(leaves=None, detail=f"{x.detail}; in {len(changed)} of {len(one)} leaves")
     scope = "" if len(changed) == len(one) else f", in {len(changed)} of {len(one)} leaves"
     multiples = [1.0]
@@ -85,20 +85,20 @@ def _factor(addition: Floats, of: Mapping[int, np.ndarray], leaves: Sequence[int
     return factor if np.linalg.norm(x - factor * y) < SAME * np.linalg.norm(x) else None
 
 
-def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
+def moved(case: Case) -> Iterator[Prediction]:
     """Tries one update per microbatch."""
-    subject = standard.subject
+    standard, subject = case.standard, case.standard.subject
     if not subject.returns_params:
         return
     start = subject.start
     count, others = len(start), standard.best.floats[len(start) :]
     leaves = [i for i in range(count) if i not in standard.order_dependent] or range(count)
-    for name, pieces in partitions(subject.examples, case.split).items():
+    for name, pieces in case.partitions.items():
         for factor, text in ((1.0, ""), (1 / len(pieces), f", each divided by {len(pieces)}")):
-            if (results := in_sequence(standard, case, range(count), pieces, factor)) is None:
+            if (results := in_sequence(case, range(count), pieces, factor)) is None:
                 continue
             floats = [*combined(np.full(len(pieces), factor), [x[:count] for x in results]), *others]
-            if not accounts_for(standard, case._replace(leaves=None), floats, len(pieces), leaves):
+            if not case._replace(leaves=None).accounts_for(floats, len(pieces), leaves):
                 continue  # only some leaves of the state are updated
             detail = f"{len(pieces)} updates in sequence{text}{split_by(name)}"
             yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
@@ -109,30 +109,31 @@ def moved(standard: Standard, case: Case) -> Iterator[Prediction]:
             yield Prediction(Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch")
 
 
-def moved_by_shares(standard: Standard, case: Case) -> Iterator[Prediction]:
+def moved_by_shares(case: Case) -> Iterator[Prediction]:
     """Tries one optimizer step per microbatch, whose loss is divided by the batch's number of microbatches or tokens.
 
     Momentums and Adam's second moments show this divisor.
     """
-    subject, count = standard.subject, len(standard.subject.param_leaves)
+    standard, subject = case.standard, case.standard.subject
+    count = len(subject.param_leaves)
     if not subject.returns_params:
         return
     with suppress(Exception):  # the step cannot be traced, or not run like this
-        for name, pieces in partitions(subject.examples, case.split).items():
+        for name, pieces in case.partitions.items():
             batches = [standard.copies(rows) for rows in pieces]
             detail = f"{len(pieces)} updates in sequence, each by its share of the gradient{split_by(name)}"
             for weights in weights_of(standard, pieces):
-                for changes in updated_in_sequence(standard, case, batches, weights.tolist()):
+                for changes in updated_in_sequence(case, batches, weights.tolist()):
                     floats = [*changes, *standard.best.floats[count:]]
                     yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
 
 
-def in_loop(standard: Standard, case: Case) -> Iterator[Prediction]:
+def in_loop(case: Case) -> Iterator[Prediction]:
     """Tries a PyTorch loop that clips gradients, or advances schedules, at each microbatch.
 
     If it clips once, or its optimizers have the settings of one batch, the result is that of one batch.
     """
-    subject = standard.subject
+    subject = case.standard.subject
     steps: list[Any] = [subject.step(x) for x in (ONE_BATCH, case.split)]
     if subject.framework != "torch" or not hasattr(steps[0], "corrected"):  # it ends before the update
         return
@@ -152,7 +153,7 @@ def in_loop(standard: Standard, case: Case) -> Iterator[Prediction]:
         result = subject.tried(case.split, subject.batch, case.wide, steps[1].corrected(**corrections))
         if result is None:
             continue
-        shares = standard.shares(result.floats, standard.best.floats, case.wide)
+        shares = case._replace(result=result).shares()
         if max(shares[i] for i in case.among(range(len(shares)))) <= 1:
             yield Prediction(cause, detail)
 
@@ -161,22 +162,22 @@ def _setting(x: Any) -> str:
     return f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
-def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
+def advanced(case: Case) -> Iterator[Prediction]:
     """Tries a state that is updated at each microbatch regardless of its examples, as in spectral normalization.
 
     With this state fixed, the other leaves must be the mean of the microbatches' results.
     """
-    subject, one = standard.subject, standard.best.floats
+    standard, subject, one = case.standard, case.standard.subject, case.standard.best.floats
     if not subject.returns_params:
         return
     count = len(subject.param_leaves)
     rest = range(count, len(one))  # in PyTorch, gradients that reach optimizers
-    for name, pieces, fixed in separate_results(standard, case.split):
+    for name, pieces, fixed in separate_results(case):
         shares = standard.shares(fixed[0], one, case.wide)
         moving = [i for i in range(count) if shares[i] <= 1 and np.any(one[i])]
         if not moving:
             return
-        results = in_sequence(standard, case, moving, [standard.copies(rows) for rows in pieces])
+        results = in_sequence(case, moving, [standard.copies(rows) for rows in pieces])
         if results is None:
             continue
         summed = {i: np.sum([x[i] for x in results], axis=0) for i in moving}
@@ -188,23 +189,23 @@ def advanced(standard: Standard, case: Case) -> Iterator[Prediction]:
                 yield _updated(standard, moving, pieces, name, floats, leaves)
 
 
-def averaged(standard: Standard, case: Case, by_all: bool) -> Iterator[Prediction]:
+def averaged(case: Case, by_all: bool) -> Iterator[Prediction]:
     """Tries leaves of the state that are updated at each microbatch, such as moving averages, unlike other leaves.
 
     Args:
       by_all: whether each update uses the full batch, or the examples of one microbatch (repeated to the size of the
         batch, or alone).
     """
-    subject = standard.subject
+    standard, subject = case.standard, case.standard.subject
     count = len(subject.param_leaves)
     moving = case.among(range(count))
     metrics = case.among(range(count, len(standard.names)))  # which a state does not change
     if not subject.returns_params or not 0 < len(moving) < count or (metrics and case.leaves is not None):
         return
-    for name, pieces in partitions(subject.examples, case.split).items():
+    for name, pieces in case.partitions.items():
         all_rows = [range(subject.examples)] * len(pieces)
         for batches in [all_rows] if by_all else [[*map(standard.copies, pieces)], pieces]:
-            if (results := in_sequence(standard, case, moving, batches)) is None:
+            if (results := in_sequence(case, moving, batches)) is None:
                 continue
             floats = list(standard.best.floats)
             for i in moving:
@@ -220,7 +221,7 @@ def _updated(
 
 
 def in_sequence(
-    standard: Standard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]], factor: float = 1.0
+    case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]], factor: float = 1.0
 ) -> list[Floats] | None:
     """Runs one batch after the other; each starts with the moving leaves of the state that the batch before it returns.
 
@@ -229,7 +230,7 @@ def in_sequence(
     Args:
       factor: of the changes of the state.
     """
-    subject, results, counts = standard.subject, list[Floats](), None
+    subject, results, counts = case.standard.subject, list[Floats](), None
     state = subject.start
     try:
         for rows in batches:
@@ -243,13 +244,13 @@ def in_sequence(
     return results
 
 
-def decayed(standard: Standard, case: Case) -> Iterator[Prediction]:
+def decayed(case: Case) -> Iterator[Prediction]:
     """Tries parameters that are multiplied by a constant at each microbatch, in addition to their updates.
 
     The update is either the mean of the updates computed at the decayed parameters, or split over the microbatches and
     computed at the parameters at the start of the window.
     """
-    subject = standard.subject
+    standard, subject = case.standard, case.standard.subject
     if not subject.returns_params:
         return
     start = [as_floats(x) for _, x in subject.param_leaves]
@@ -282,7 +283,7 @@ def decayed(standard: Standard, case: Case) -> Iterator[Prediction]:
             factor += float((flat(result) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
         return factor, simulate(pieces, weights, factor)
 
-    for name, pieces in partitions(subject.examples, case.split).items():
+    for name, pieces in case.partitions.items():
         for weights, simulate in product(weights_of(standard, pieces), (at_start, at_each)):
             try:
                 factor, predicted = solved(simulate, pieces, weights)

@@ -7,34 +7,33 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from gradcombine.verify.check.case import Case, Prediction, accounts_for, numbers, on_devices, partitions, split_by
+from gradcombine.verify.check.case import Case, Prediction, numbers, split_by
 from gradcombine.verify.check.leaves import flat, over
-from gradcombine.verify.check.running import ONE_BATCH, Floats, Rows, Split
+from gradcombine.verify.check.running import ONE_BATCH, Floats, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
 
-def separate_results(
-    standard: Standard, split: Split, copied: bool = True
-) -> Iterator[tuple[str, list[Rows], list[Floats]]]:
+def separate_results(case: Case, copied: bool = True) -> Iterator[tuple[str, list[Rows], list[Floats]]]:
     """Yields the partitions with one batch's results for their microbatches, unless one cannot run.
 
     Args:
       copied: as in `microbatches`.
     """
-    for name, pieces in partitions(standard.examples, split).items():
-        parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
+    run = case.standard.repeated if copied else case.standard.one
+    for name, pieces in case.partitions.items():
+        parts = [run(rows) for rows in pieces]
         floats: list[Floats] = [part.floats for part in parts if part is not None]
         if len(floats) == len(pieces):
             yield name, pieces, floats
 
 
-def are_separate(standard: Standard, case: Case, leaves: Sequence[int]) -> bool:
+def are_separate(case: Case, leaves: Sequence[int]) -> bool:
     """Whether those of these leaves that have to be explained are the mean of the microbatches' separate results."""
     return any(
-        accounts_for(standard, case, combined(weights, floats), 1, leaves)
-        for _, pieces, floats in separate_results(standard, case.split)
-        for weights in weights_of(standard, pieces)
+        case.accounts_for(combined(weights, floats), 1, leaves)
+        for _, pieces, floats in separate_results(case)
+        for weights in weights_of(case.standard, pieces)
     )
 
 
@@ -45,41 +44,43 @@ def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:
 
 
 def candidate_weights(
-    standard: Standard, case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], leaves: Sequence[int] | None
+    case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], leaves: Sequence[int] | None
 ) -> list[np.ndarray]:
     """Returns plausible weights of microbatches, then those that fit the division's result in these leaves."""
-    candidates, fitted = weights_of(standard, pieces), standard.fit(case.result.floats, floats, case.wide, leaves)
+    candidates = weights_of(case.standard, pieces)
+    fitted = case.standard.fit(case.result.floats, floats, case.wide, leaves)
     if fitted is not None and abs(fitted.sum() - 1) < SAME:
         candidates.append(fitted / fitted.sum())
     return candidates
 
 
-def microbatches(standard: Standard, case: Case, copied: bool = True) -> Iterator[Prediction]:
+def microbatches(case: Case, copied: bool = True) -> Iterator[Prediction]:
     """Tries the mean and the sum of one batch's results for each microbatch, for leaves that are no linear combination.
 
     Args:
       copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has a
         minimum, as in max(count, 1), this changes the result.
     """
-    if case.all_are_means(standard):
+    if case.all_are_means:
         return
-    for name, pieces, floats in separate_results(standard, case.split, copied):
-        candidates = candidate_weights(standard, case, pieces, floats, case.leaves)
+    for name, pieces, floats in separate_results(case, copied):
+        candidates = candidate_weights(case, pieces, floats, case.leaves)
         for weights in (*candidates, np.ones(len(pieces))):
-            if accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
-                if (cause := _of_microbatches(standard, case, pieces, floats, weights)) is not None:
+            if case.accounts_for(combined(weights, floats), float(weights.sum())):
+                if (cause := _of_microbatches(case, pieces, floats, weights)) is not None:
                     yield Prediction(cause[0], cause[1] + split_by(name))
                 return
 
 
 def _of_microbatches(
-    standard: Standard, case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], weights: np.ndarray
+    case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], weights: np.ndarray
 ) -> tuple[Cause, str] | None:
     """Returns the cause and the detail of a result that combines the microbatches' results with these weights."""
+    standard = case.standard
     lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
     if lost:
         kept = tuple(row for row in range(standard.examples) if row not in lost)
-        cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
+        cause = Cause.NOT_EXCHANGED if kept in case.on_devices else Cause.LOST
         return cause, f"examples {numbers(lost)} are missing"
     best = standard.best.floats
     results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], standard.gradients

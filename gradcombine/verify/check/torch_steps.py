@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook  # pyright: i
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
-from gradcombine.verify.check.case import Case, accounts_for
+from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
 from gradcombine.verify.check.leaves import ZERO, flattened, is_torch, widened
 from gradcombine.verify.check.measure import FLOAT32_UNIT, Measured
@@ -199,9 +199,9 @@ class TorchStep:
         return lambda params, replacement: self(params, replacement[0], Observer(point, replacement[1]))
 
 
-def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, list[int]]]:
+def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
     """Yields the step up to the gradients at the optimizer or at clipping, as `inner.before_update` does."""
-    subject = standard.subject
+    standard, subject = case.standard, case.standard.subject
     steps: Any = subject.make_step
     for point in (OPTIMIZER, CLIPPING):
         inner = Subject(steps.up_to(point), subject.params, subject.batch, returns_params=False)
@@ -211,7 +211,7 @@ def before_update(standard: Standard, case: Case) -> Iterator[tuple[Standard, li
                 continue
             predicted = subject.run(ONE_BATCH, (subject.batch, divided), case.wide, steps(1).after(point)).floats
             leaves = [i for i, (path, _) in enumerate(subject.param_leaves) if _short(path) in divided]  # no buffers
-            if accounts_for(standard, case, predicted, 1, leaves or range(len(subject.param_leaves))):
+            if case.accounts_for(predicted, 1, leaves or range(len(subject.param_leaves))):
                 yield Standard(inner, standard.unit), []
         except (NotWide, ValueError):
             continue
