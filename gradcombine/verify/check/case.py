@@ -95,6 +95,23 @@ class Case(NamedTuple):
                 distinct.add(tuple(sorted(int(x) for part in parts for x in part)))
         return sorted(distinct - {()}, key=lambda x: (len(x), x))
 
+    def separate_results(self, copied: bool = True) -> Iterator[tuple[str, list[Rows], list[Floats]]]:
+        """Yields the partitions with one batch's results for their microbatches, unless one cannot run.
+
+        Args:
+          copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has
+            a minimum, as in max(count, 1), this changes the result.
+        """
+        run = self.standard.repeated if copied else self.standard.one
+        for name, pieces in self.partitions.items():
+            results: list[Floats] = [x.floats for x in map(run, pieces) if x is not None]
+            if len(results) == len(pieces):
+                yield name, pieces, results
+
+    def weights_of(self, pieces: Sequence[Rows]) -> list[np.ndarray]:
+        """Returns plausible weights of microbatches: equal ones, then those by counts of their examples."""
+        return [np.full(len(pieces), 1 / len(pieces)), *self.standard.counted(pieces)]
+
     def shares(self, floats: Floats | None = None, sides: float = 2) -> np.ndarray:
         """Returns the distance of each leaf of the result from one batch, or from other floats, over the bound."""
         return self.standard.shares(

@@ -10,8 +10,7 @@ import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, numbers, share_in, split_by
 from gradcombine.verify.check.leaves import as_floats, flat
-from gradcombine.verify.check.separate import are_separate
-from gradcombine.verify.check.standard import SAME, Standard
+from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_program import BY_NUMBER
 from gradcombine.verify.check.step_report import Cause
 
@@ -37,9 +36,18 @@ def linear(case: Case, by_fit: bool | None = None) -> Iterator[Prediction]:
         fitted = count < total and cause in (Cause.BY_PLACE, Cause.COEFFICIENTS)
         if by_fit is not None and by_fit != fitted:
             continue
-        if fitted and are_separate(case, sorted(set(standard.gradients) - set(means))):
+        if fitted and _are_separate(case, sorted(set(standard.gradients) - set(means))):
             return
         yield Prediction(cause, detail + scope, standard.mixed(x), float(np.abs(x).sum()), leaves)
+
+
+def _are_separate(case: Case, leaves: Sequence[int]) -> bool:
+    """Whether those of these leaves that have to be explained are the mean of the microbatches' separate results."""
+    return any(
+        case.accounts_for(combined(weights, floats), 1, leaves)
+        for _, pieces, floats in case.separate_results()
+        for weights in case.weights_of(pieces)
+    )
 
 
 def scaled(case: Case) -> Iterator[Prediction]:

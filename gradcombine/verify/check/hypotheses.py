@@ -19,7 +19,6 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.by_design import beside_statistics, not_predicted
 from gradcombine.verify.check.case import (
     Case,
     Hypothesis,
@@ -36,7 +35,7 @@ from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import flat, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
-from gradcombine.verify.check.separate import microbatches, separate_results
+from gradcombine.verify.check.separate import beside_statistics, microbatches, not_predicted
 from gradcombine.verify.check.standard import Standard, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
@@ -298,7 +297,7 @@ def scattered(case: Case) -> Iterator[Prediction]:
     c = np.full(units, 1 / units) if standard.weights is None else standard.weights
     columns: list[Floats] = [x.floats for x in standard.columns if x is not None]
     groups = [("examples", c, columns)] if len(columns) == units else []
-    for name, pieces, floats in separate_results(case):
+    for name, pieces, floats in case.separate_results():
         weights = np.array([c @ share_in(standard.units, rows) for rows in pieces])
         groups.append((f"microbatches{split_by(name)}", weights, floats))
     shares, allowed = case.shares(), standard.allowed(case.wide)

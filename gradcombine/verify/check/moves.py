@@ -13,7 +13,6 @@ from gradcombine.verify.check.case import Case, Prediction, split_by
 from gradcombine.verify.check.inner import updated_in_sequence
 from gradcombine.verify.check.leaves import as_floats, changed, flat
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
-from gradcombine.verify.check.separate import separate_results, weights_of
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
@@ -122,7 +121,7 @@ def moved_by_shares(case: Case) -> Iterator[Prediction]:
         for name, pieces in case.partitions.items():
             batches = [standard.copies(rows) for rows in pieces]
             detail = f"{len(pieces)} updates in sequence, each by its share of the gradient{split_by(name)}"
-            for weights in weights_of(standard, pieces):
+            for weights in case.weights_of(pieces):
                 for changes in updated_in_sequence(case, batches, weights.tolist()):
                     floats = [*changes, *standard.best.floats[count:]]
                     yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
@@ -172,7 +171,7 @@ def advanced(case: Case) -> Iterator[Prediction]:
         return
     count = len(subject.param_leaves)
     rest = range(count, len(one))  # in PyTorch, gradients that reach optimizers
-    for name, pieces, fixed in separate_results(case):
+    for name, pieces, fixed in case.separate_results():
         shares = standard.shares(fixed[0], one, case.wide)
         moving = [i for i in range(count) if shares[i] <= 1 and np.any(one[i])]
         if not moving:
@@ -182,7 +181,7 @@ def advanced(case: Case) -> Iterator[Prediction]:
             continue
         summed = {i: np.sum([x[i] for x in results], axis=0) for i in moving}
         compared = [[*range(len(one))], *([[*moving, *rest]] if subject.framework == "torch" else [])]
-        for weights, leaves in product(weights_of(standard, pieces), compared):
+        for weights, leaves in product(case.weights_of(pieces), compared):
             means = standard.shares(combined(weights, fixed), one, case.wide)
             if len(leaves) > len(moving) and all(means[i] <= 1 for i in case.among(leaves) if i not in moving):
                 floats = [summed.get(i, x) for i, x in enumerate(combined(weights, results))]
@@ -284,7 +283,7 @@ def decayed(case: Case) -> Iterator[Prediction]:
         return factor, simulate(pieces, weights, factor)
 
     for name, pieces in case.partitions.items():
-        for weights, simulate in product(weights_of(standard, pieces), (at_start, at_each)):
+        for weights, simulate in product(case.weights_of(pieces), (at_start, at_each)):
             try:
                 factor, predicted = solved(simulate, pieces, weights)
                 without = simulate(pieces, weights, 0)

@@ -7,47 +7,20 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from gradcombine.verify.check.case import Case, Prediction, numbers, split_by
+from gradcombine.verify.check.case import Case, Prediction, explained, numbers, split_by
+from gradcombine.verify.check.combinations import linear
 from gradcombine.verify.check.leaves import flat, over
+from gradcombine.verify.check.moves import in_sequence
 from gradcombine.verify.check.running import ONE_BATCH, Floats, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
-
-
-def separate_results(case: Case, copied: bool = True) -> Iterator[tuple[str, list[Rows], list[Floats]]]:
-    """Yields the partitions with one batch's results for their microbatches, unless one cannot run.
-
-    Args:
-      copied: as in `microbatches`.
-    """
-    run = case.standard.repeated if copied else case.standard.one
-    for name, pieces in case.partitions.items():
-        parts = [run(rows) for rows in pieces]
-        floats: list[Floats] = [part.floats for part in parts if part is not None]
-        if len(floats) == len(pieces):
-            yield name, pieces, floats
-
-
-def are_separate(case: Case, leaves: Sequence[int]) -> bool:
-    """Whether those of these leaves that have to be explained are the mean of the microbatches' separate results."""
-    return any(
-        case.accounts_for(combined(weights, floats), 1, leaves)
-        for _, pieces, floats in separate_results(case)
-        for weights in weights_of(case.standard, pieces)
-    )
-
-
-def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:
-    """Returns plausible weights of microbatches: equal ones, then the total count of each microbatch's examples."""
-    counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
-    return [x / x.sum() for x in [np.ones(len(pieces)), *counted] if x.min() >= 0 and x.any()]
 
 
 def candidate_weights(
     case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], leaves: Sequence[int] | None
 ) -> list[np.ndarray]:
     """Returns plausible weights of microbatches, then those that fit the division's result in these leaves."""
-    candidates = weights_of(case.standard, pieces)
+    candidates = case.weights_of(pieces)
     fitted = case.standard.fit(case.result.floats, floats, case.wide, leaves)
     if fitted is not None and abs(fitted.sum() - 1) < SAME:
         candidates.append(fitted / fitted.sum())
@@ -55,15 +28,10 @@ def candidate_weights(
 
 
 def microbatches(case: Case, copied: bool = True) -> Iterator[Prediction]:
-    """Tries the mean and the sum of one batch's results for each microbatch, for leaves that are no linear combination.
-
-    Args:
-      copied: whether a microbatch is repeated to the size of the batch, which is already compiled. If a divisor has a
-        minimum, as in max(count, 1), this changes the result.
-    """
+    """Tries the mean and the sum of the microbatches' separate results, for leaves that are no linear combination."""
     if case.all_are_means:
         return
-    for name, pieces, floats in separate_results(case, copied):
+    for name, pieces, floats in case.separate_results(copied):
         candidates = candidate_weights(case, pieces, floats, case.leaves)
         for weights in (*candidates, np.ones(len(pieces))):
             if case.accounts_for(combined(weights, floats), float(weights.sum())):
@@ -92,7 +60,7 @@ def _of_microbatches(
         return cause, "it is the sum of the microbatches' separate results"
     if np.ptp(weights) < SAME and (total := standard.total) is not None:
         return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
-    if np.ptp(weights) < SAME and (right := _weights_in_one_batch(standard, pieces, floats)) is not None:
+    if np.ptp(weights) < SAME and (right := _weights_in_one_batch(case, pieces, floats)) is not None:
         return Cause.MEAN_OF_MEANS, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
     if not standard.excluded:
         return None
@@ -107,18 +75,115 @@ def _of_microbatches(
     return Cause.STATISTICS, text
 
 
-def _weights_in_one_batch(standard: Standard, pieces: Sequence[Rows], floats: Sequence[Floats]) -> np.ndarray | None:
+def _weights_in_one_batch(case: Case, pieces: Sequence[Rows], floats: Sequence[Floats]) -> np.ndarray | None:
     """Weights, not all equal, with which one batch combines the microbatches' results.
 
     None if there are none, as with statistics, which couple the examples of one batch.
     """
+    standard = case.standard
     wide, best, leaves = standard.wide is not None, standard.best.floats, standard.gradients
     fitted = standard.fit(best, floats, wide, leaves)
-    for x in weights_of(standard, pieces) if fitted is None else [fitted]:
+    for x in case.weights_of(pieces) if fitted is None else [fitted]:
         shares = standard.shares(best, combined(x, floats), wide, sides=3)[leaves]
         if abs(x.sum() - 1) < SAME and np.ptp(x) > SAME and shares.max() <= 1:
             return x
     return None
+
+
+# --- predictions that an explanation by design must make before it is allowed ---
+
+
+def beside_statistics(case: Case, leaves: Sequence[int], seen: Sequence[int] = ()) -> Iterator[Prediction]:
+    """Explains leaves that are not the mean of the microbatches' separate results, although statistics change others.
+
+    Yields nothing if they are a state that moves at each microbatch, such as running statistics. A metric that depends
+    on the order of the examples may be such a state outside of the parameters: it is not compared.
+
+    Args:
+      leaves: leaves that may differ from one batch.
+      seen: leaves that show statistics of the microbatches, from which weights of the microbatches are fitted.
+    """
+    standard = case.standard
+    count = len(standard.subject.param_leaves) if standard.subject.returns_params else 0
+    others = leaves = _far(case, None, leaves)
+    for _, pieces, floats in case.separate_results():
+        if not others:
+            return
+        for weights in candidate_weights(case, pieces, floats, seen):
+            predicted = combined(weights, floats)
+            far = _far(case, predicted, leaves)
+            moving = [i for i in far if i < count]
+            if 0 < len(moving) < count:
+                moves = in_sequence(case, moving, [standard.copies(rows) for rows in pieces])
+                if moves is not None:
+                    for i in moving:
+                        predicted[i] = np.sum([x[i] for x in moves], axis=0)
+                    far = _far(case, predicted, far)
+            others = min(others, far, key=len)
+    if not others:
+        return
+    names = ", ".join(standard.names[i] for i in others[:3])
+    text = f"in {names}, beside statistics of the microbatches"
+    for cause, detail, predicted in _of_some(case):
+        if not _far(case, predicted, others):
+            yield Prediction(cause, f"{detail}; {text}")
+            return
+    if all(i >= count and i not in standard.params for i in others) and _depends_on_order(case, others):
+        standard.not_compared = f"{names}, which depends on the order of the microbatches"
+        return
+    x = explained(case._replace(leaves=tuple(others)), (linear,))
+    yield Prediction(Cause.UNEXPLAINED, text) if x is None else x._replace(detail=f"{x.detail}; {text}")
+
+
+def not_predicted(case: Case, leaves: Sequence[int]) -> str:
+    """Names what an explanation by design does not predict: these leaves, or an integer that differs.
+
+    An integer is predicted if it is a sum of the microbatches' counts, a count of calls in the state, or a random key
+    (uint32) where all floats are equal.
+    """
+    standard, alone = case.standard, case.shares().max(initial=0) <= 1
+    names, divided = [standard.names[i] for i in leaves], case.native.integers
+    subject, one, more = standard.subject, standard.native, case.split.microbatches - 1
+    start = [x.astype(np.int64) for x in subject.integers] if subject.returns_params else []
+    for i, (name, x, y) in enumerate(zip(one.integer_names, one.integers, divided, strict=True)):
+        a, b = x.astype(np.int64), y.astype(np.int64)
+        counts_calls = i < len(start) and np.array_equal(b - a, more * (a - start[i]))
+        is_key = alone and x.dtype == np.uint32
+        if not np.all(a == b) and not is_key and not counts_calls and not _is_counted(case, i, b):
+            names.append(name)
+    return ", ".join(names)
+
+
+def _is_counted(case: Case, index: int, total: np.ndarray) -> bool:
+    """Whether an integer of the microbatches' separate results, which repeat their examples, has this sum."""
+    standard = case.standard
+    for pieces in case.partitions.values():
+        results = [(len(rows), x.integers[index]) for rows in pieces if (x := standard.repeated(rows)) is not None]
+        parts = [n * x.astype(np.int64) for n, x in results]
+        if len(parts) == len(pieces) and np.array_equal(sum(parts), standard.examples * total):
+            return True
+    return False
+
+
+def _of_some(case: Case) -> Iterator[tuple[Cause, str, Floats]]:
+    """Yields the sum of the microbatches' separate results, and each of them."""
+    for name, pieces, floats in case.separate_results():
+        text = f"the sum of the results of the {len(pieces)} microbatches{split_by(name)}"
+        yield Cause.SUM, text, combined(np.ones(len(pieces)), floats)
+        for rows, result in zip(pieces, floats, strict=True):
+            yield Cause.LOST, f"the result of examples {numbers(rows)} alone", result
+
+
+def _far(case: Case, predicted: Floats | None, leaves: Sequence[int]) -> list[int]:
+    """Returns the leaves of a division's result that differ from a prediction, or one batch, by more than rounding."""
+    shares = case.shares(predicted, sides=3)
+    return [i for i in leaves if shares[i] > 1]
+
+
+def _depends_on_order(case: Case, leaves: Sequence[int]) -> bool:
+    """Whether these leaves of a division change if the examples are reversed."""
+    result = case.standard.in_reverse(case.split, case.wide)
+    return result is not None and len(_far(case, result.floats, leaves)) == len(leaves)
 
 
 # --- clipping ---

@@ -100,7 +100,7 @@ class Standard(Measured):
     def _linear(self) -> set[int]:
         """Leaves that are linear in examples that differ, and so show the sizes of their gradients."""
         known, linear = [] if self.weights is None else [self.weights], set[int]()
-        for weights in (*known, *self._counted()):
+        for weights in (*known, *self.counted(self.units)):
             for i in np.flatnonzero(self._shares_from(weights) <= 1):
                 pairs = zip(self.columns, weights, strict=True)
                 if any(x is not None and a > SAME and _differ(x.floats[i], self.best.floats[i]) for x, a in pairs):
@@ -167,7 +167,7 @@ class Standard(Measured):
                 return c, means
         # A metric shows weights although an optimizer hides those of the gradients.
         metrics = every[len(self.subject.param_leaves) :] if self.subject.returns_params else []
-        for c in self._counted():
+        for c in self.counted(self.units):
             means = np.flatnonzero(self._shares_from(c) <= 1).tolist()
             shown = [i for i in means if i in metrics]
             if any(_differ(x.floats[i], self.best.floats[i]) for i in shown for x in self.columns if x is not None):
@@ -181,17 +181,18 @@ class Standard(Measured):
             c = self._fit_weights(one, leaves, wide)
             if c is not None and abs(c.sum() - 1) <= SAME:
                 yield c, leaves
-        for c in self._counted():
+        for c in self.counted(self.units):
             yield c, every
         c = self._fit_weights(one, every, wide, elsewhere=True)
         if c is not None and abs(c.sum() - 1) <= SAME:
             yield c, every
 
-    def _counted(self) -> Iterator[np.ndarray]:
-        """Yields the weights of the units that follow from plausible counts of the examples."""
+    def counted(self, parts: Sequence[Rows]) -> Iterator[np.ndarray]:
+        """Yields plausible weights of parts of the batch: the total count of each part's examples."""
         for counts in self.counts():
-            if counts.min() >= 0 and counts.any():
-                yield np.array([counts[list(rows)].sum() for rows in self.units]) / counts.sum()
+            x = np.array([counts[list(rows)].sum() for rows in parts])
+            if x.min() >= 0 and x.any():
+                yield x / x.sum()
 
     @cached_property
     def excluded(self) -> bool:
