@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from gradcombine.reporting.words import listed
-from gradcombine.types import Tree
 from gradcombine.verify.check.running import Floats, NotWide, Result, Rows, Split
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import Cause
-
-Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
-"""Function of parameters and examples that returns each term's gradient, summed over the examples, and its weight."""
 
 
 class Case(NamedTuple):
@@ -28,7 +24,6 @@ class Case(NamedTuple):
       result: its result, in float64 if possible.
       native: its result in the step's native precision.
       wide: whether `result` is in float64.
-      terms: terms of the loss, if known.
       leaves: indices of the leaves that a hypothesis has to explain; None: all.
       unexplained: fraction of the difference that a hypothesis may leave unexplained, in addition to rounding.
     """
@@ -38,7 +33,6 @@ class Case(NamedTuple):
     result: Result
     native: Result
     wide: bool
-    terms: Terms | None = None
     leaves: tuple[int, ...] | None = None
     unexplained: float = 2.0**-20
 
@@ -133,13 +127,13 @@ class Case(NamedTuple):
         return bool(within and one_batch >= 4 * prediction and one_batch > 1)
 
 
-def case_of(standard: Standard, split: Split, native: Result, loss_terms: Terms | None) -> Case:
+def case_of(standard: Standard, split: Split, native: Result) -> Case:
     """Returns the case of a division, in float64 if the division and one batch run in it."""
     if standard.wide is not None:
         with suppress(NotWide):
             result = standard.in_float64(split, standard.subject.batch)
-            return Case(standard, split, result, native, wide=True, terms=loss_terms)
-    return Case(standard, split, native, native, wide=False, terms=loss_terms)
+            return Case(standard, split, result, native, wide=True)
+    return Case(standard, split, native, native, wide=False)
 
 
 class Prediction(NamedTuple):

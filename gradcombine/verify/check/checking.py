@@ -18,7 +18,6 @@ from gradcombine.errors import (
 )
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
@@ -27,14 +26,13 @@ from gradcombine.verify.check.leaves import REPEATED, as_floats, rms
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
-    Floats,
     NotFiniteError,
     Result,
     Split,
     Step,
     Subject,
 )
-from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.standard import Standard, Terms
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause, Fault, StepReport, StepRun
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -166,9 +164,9 @@ def checked(
     second = subject.tried(ONE_BATCH, batch)
     if second is None or _differs(first, second):
         return _not_repeatable(str(ONE_BATCH))
-    standard = Standard(subject, unit)
+    standard = Standard(subject, unit, terms)
     if terms is not None:
-        require_right(standard, terms)
+        require_right(standard)
     reference_floats, source = _reference(standard, reference)
     faults: dict[Cause, Fault] = {}
     runs: list[StepRun] = []
@@ -188,21 +186,22 @@ def checked(
                 return add(name, Cause.PRECISION, f"leaf {leaf} is {dtype} instead of {expected}")
         return result
 
-    def measure(name: str, result: Result, one: Result, reference: Floats | None) -> StepRun:
+    def measure(name: str, result: Result, reverse: bool = False) -> StepRun:
+        """Records a run's distances from one batch and, unless the order of the examples matters, the reference."""
+        one, accuracy, noises = standard.one_reversed if reverse else standard.native, None, None
         shares = standard.shares(result.floats, one.floats, wide=False)
-        accuracy, noises = (None, None) if reference is None else standard.accuracy(result, reference)
+        if reference_floats is not None and not (reverse and standard.depends_on_order):
+            accuracy, noises = standard.accuracy(result, reference_floats)
         worst, by_leaf = subject.names[int(shares.argmax())], dict(zip(subject.names, map(float, shares), strict=True))
         runs.append(StepRun(name, float(shares.max()), accuracy, noises, worst, by_leaf))
         return runs[-1]
 
     def distance(name: str, split: Split, batch: Tree, result: Result, reverse: bool = False) -> float:
         """Records a run; returns its distance from one batch over the bound."""
-        reordered = reverse and standard.depends_on_order
-        one = standard.one_reversed if reverse else standard.native
-        measure(name, result, one, None if reordered else reference_floats)
+        measure(name, result, reverse)
         return standard.distance(split, batch, result, reverse)
 
-    one_run = measure(str(ONE_BATCH), standard.native, standard.native, reference_floats)
+    one_run = measure(str(ONE_BATCH), standard.native)
     for i, split in enumerate([ONE_BATCH, *splits]):
         progress(parts[i], i, len(parts))
         result, repeated = run(str(split), split, batch), run(str(split), split, batch)
@@ -212,7 +211,7 @@ def checked(
             add(str(split), Cause.STATE)
             continue
         if split != ONE_BATCH and distance(str(split), split, batch, result) > 1:
-            add(str(split), *explain(standard, split, result, terms))
+            add(str(split), *explain(standard, split, result))
             continue
         if split != ONE_BATCH and (dtype := standard.narrow_sums(split)):
             text = f"gradients are added in {dtype}, which rounds them by more than float32 does"
@@ -231,7 +230,7 @@ def checked(
     for split in splits if subject.returns_params else ():
         if faults:
             break
-        if (answer := hidden_cause(standard, split, terms)) is not None:
+        if (answer := hidden_cause(standard, split)) is not None:
             if answer[0] is Cause.UNEXPLAINED:
                 unclear = f"{answer[1]}: {split}"
             else:
@@ -252,11 +251,11 @@ def checked(
         name = f"{split} in reverse order"
         result = run(name, split, in_reverse)
         if result is not None and distance(name, split, in_reverse, result, reverse=True) > 1:
-            cause, detail, _ = explain(Standard(subject.on(in_reverse), unit), split, result, terms)
+            cause, detail, _ = explain(standard.at(subject.on(in_reverse)), split, result)
             add(name, cause, detail)
     not_asked = () if pad is not None else ("padding, which needs the argument pad",)
     if not faults:
-        faults, missing = faults_elsewhere(standard, unit, splits, terms)
+        faults, missing = faults_elsewhere(standard, splits)
         not_asked += missing
     by_design = faults.keys() <= {*BY_DESIGN.values()}
     if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):

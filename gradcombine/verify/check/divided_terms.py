@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
-from gradcombine.verify.check.case import Case, Prediction, Terms, split_by
+from gradcombine.verify.check.case import Case, Prediction, split_by
 from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.running import Floats, NotWide, Rows
-from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.standard import Standard, Terms
 from gradcombine.verify.check.step_program import dividing
 from gradcombine.verify.check.step_report import Cause
 
@@ -44,7 +44,7 @@ class Divided(NamedTuple):
     wrong: Sequence[Floats] = ()
 
 
-def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
+def measured(standard: Standard, rows: Rows) -> Part:
     """Evaluates the terms on some examples, in float64 if one batch runs in float64.
 
     Raises:
@@ -53,7 +53,7 @@ def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
     subject, weights = standard.subject, dict[str, float]()
 
     def gradients(params: Any, batch: Any) -> list[Tree]:
-        pairs = terms(params, batch)
+        pairs = cast("Terms", standard.terms)(params, batch)
         weights.update({name: float(pair[1]) for name, pair in pairs.items()})
         return [pair[0] for pair in pairs.values()]
 
@@ -117,14 +117,14 @@ def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
 def divided(case: Case) -> Iterator[Prediction]:
     """Tries known divisors of each term of the loss; the first of the closest predictions wins."""
     standard = case.standard
-    if case.terms is None or standard.subject.returns_params:
+    if standard.terms is None or standard.subject.returns_params:
         return
-    all_terms = measured(standard, case.terms, tuple(range(standard.examples)))
+    all_terms = measured(standard, tuple(range(standard.examples)))
     # Divisors may include an epsilon, whose effect is larger with the smaller count of a microbatch.
     right = case._replace(result=standard.best)
     epsilons = right.distances(next(divisions([all_terms])).floats, 4)[0]
     for name, pieces in case.partitions.items():
-        count, parts = len(pieces), [measured(standard, case.terms, rows) for rows in pieces]
+        count, parts = len(pieces), [measured(standard, rows) for rows in pieces]
         candidates = list(divisions(parts))
         near = [case.distances(x.floats, count)[0] for x in candidates]
         best = next(x for x, distance in zip(candidates, near, strict=True) if distance <= max(1.0, 2 * min(near)))
@@ -134,9 +134,9 @@ def divided(case: Case) -> Iterator[Prediction]:
             yield Prediction(Cause.DENOMINATOR, best.text + split_by(name), line=line)
 
 
-def require_right(standard: Standard, terms: Terms) -> None:
+def require_right(standard: Standard) -> None:
     """Raises for malformed terms, and for terms that do not add up to the gradient of one batch."""
-    part, shares = _compared(standard, terms)
+    part, shares = _compared(standard)
     worst = int(shares.argmax())
     if shares[worst] > 1:
         raise invalid(
@@ -146,16 +146,16 @@ def require_right(standard: Standard, terms: Terms) -> None:
         )
 
 
-def are_right(standard: Standard, terms: Terms) -> bool:
+def are_right(standard: Standard) -> bool:
     try:
-        return bool(_compared(standard, terms)[1].max() <= 1)
+        return bool(_compared(standard)[1].max() <= 1)
     except GradCombineError:  # gradients of other shapes
         return False
 
 
-def _compared(standard: Standard, terms: Terms) -> tuple[Part, np.ndarray]:
+def _compared(standard: Standard) -> tuple[Part, np.ndarray]:
     """Returns the terms of all examples, and the distance of their sum from one batch (0 for new parameters)."""
-    part = measured(standard, terms, tuple(range(standard.examples)))
+    part = measured(standard, tuple(range(standard.examples)))
     if standard.subject.returns_params:
         return part, np.zeros(1)
     # Not in float64, which would reveal an epsilon in a divisor.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.case import Terms
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.leaves import perturbation
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, Result, Split, Subject
@@ -18,9 +17,7 @@ SECOND_STEP = "in the second step"
 PERTURBED = "at perturbed parameters"
 
 
-def faults_elsewhere(
-    standard: Standard, unit: float | None, splits: Sequence[Split], terms: Terms | None
-) -> tuple[dict[Cause, Fault], tuple[str, ...]]:
+def faults_elsewhere(standard: Standard, splits: Sequence[Split]) -> tuple[dict[Cause, Fault], tuple[str, ...]]:
     """Returns the first fault at other parameters, by its cause, and what could not be compared.
 
     The first step hides how often a moment that starts at 0 decays, or the moving average of parameters that starts
@@ -40,7 +37,7 @@ def faults_elsewhere(
         one: Result | None = None
         try:
             one = other.run(ONE_BATCH, other.batch)
-            fault = _fault(standard, other, one, where, unit, splits, terms)
+            fault = _fault(standard, other, one, where, splits)
         except GradCombineError:  # the step does not accept them, or a division overflows at perturbed parameters
             if one is not None and where == SECOND_STEP:
                 raise
@@ -51,15 +48,7 @@ def faults_elsewhere(
     return {}, missing
 
 
-def _fault(
-    standard: Standard,
-    later: Subject,
-    one: Result,
-    where: str,
-    unit: float | None,
-    splits: Sequence[Split],
-    terms: Terms | None,
-) -> Fault | None:
+def _fault(standard: Standard, later: Subject, one: Result, where: str, splits: Sequence[Split]) -> Fault | None:
     batch, second = later.batch, None
     for split in splits:
         name = f"{split} {where}"
@@ -74,11 +63,11 @@ def _fault(
         near = standard.shares(result.floats, one.floats, wide=False).max() <= 1
         if near and not result.differs_in_integers(one) and _are_near_in_float64(standard, later, split):
             continue
-        second = second or Standard(later, unit)
+        second = second or standard.at(later)
         far = second.distance(split, batch, result)
         standard.is_coarse |= second.is_coarse
         if far > 1:
-            cause, detail, line = explain(second, split, result, terms)
+            cause, detail, line = explain(second, split, result)
             standard.not_compared = second.not_compared
             return Fault(cause, name, detail, line)
     return None

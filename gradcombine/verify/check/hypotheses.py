@@ -23,7 +23,6 @@ from gradcombine.verify.check.case import (
     Case,
     Hypothesis,
     Prediction,
-    Terms,
     case_of,
     explained,
     share_in,
@@ -36,19 +35,19 @@ from gradcombine.verify.check.leaves import flat, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.separate import beside_statistics, microbatches, not_predicted
-from gradcombine.verify.check.standard import Standard, combined
+from gradcombine.verify.check.standard import Standard, Terms, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
-def explain(standard: Standard, split: Split, native: Result, terms: Terms | None) -> tuple[Cause, str, str]:
+def explain(standard: Standard, split: Split, native: Result) -> tuple[Cause, str, str]:
     """Returns the cause of a difference, its detail, and the source line.
 
     Tries hypotheses that explain all leaves, then all leaves that differ (a loss among them may be right), then most of
     these, and last hypotheses that leave a small part of the difference unexplained, as with two causes at once.
     """
-    case = case_of(standard, split, native, terms)
+    case = case_of(standard, split, native)
     shares = case.shares()
     differing = tuple(np.flatnonzero(shares > 1).tolist())
     order_dependent = standard.order_dependent
@@ -82,7 +81,7 @@ def explain(standard: Standard, split: Split, native: Result, terms: Terms | Non
         text = integers[0] if shares[worst] <= 1 else f"{text}; {integers[0]}"
     if standard.subject.returns_params and not standard.depends_on_order:
         text += "; a step that returns gradients instead of new parameters may show more"
-    if standard.subject.returns_params and case.terms is not None:
+    if standard.subject.returns_params and standard.terms is not None:
         text += "; no gradient that reaches the optimizer equals the sum of the terms"
     return Cause.UNEXPLAINED, text, ""
 
@@ -243,11 +242,11 @@ def at_optimizer(case: Case, early: bool) -> Iterator[Prediction]:
     """Explains a difference of gradients that reach an optimizer: early for terms, or if updates hide their sizes."""
     standard = case.standard
     of_params = standard.subject.returns_params and case.leaves is None
-    if not of_params or early != (case.terms is not None or standard.hides_sizes):
+    if not of_params or early != (standard.terms is not None or standard.hides_sizes):
         return
     metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
     for inner, others in islice(before_update(case), CUTS + 1):
-        _, (cause, detail, line) = _explain_inner(inner, case.split, case.terms)
+        _, (cause, detail, line) = _explain_inner(inner, case.split, standard.terms)
         standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:
             yield from beside_statistics(case, [*others, *metrics])
@@ -255,14 +254,14 @@ def at_optimizer(case: Case, early: bool) -> Iterator[Prediction]:
             yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
 
 
-def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause, str, str] | None:
+def hidden(standard: Standard, split: Split) -> tuple[Cause, str, str] | None:
     """Explains a difference of gradients that the optimizer hides, so that results are equal.
 
     Returns None if there is no difference, or a factor by which the optimizer may divide again.
     """
     answer: tuple[Cause, str, str] | None = None
     for inner, may_rescale in hidden_by_update(standard, split):
-        native, (cause, detail, line) = _explain_inner(inner, split, terms)
+        native, (cause, detail, line) = _explain_inner(inner, split, standard.terms)
         if cause in CERTAIN or (cause in (Cause.SUM, Cause.SCALED) and not may_rescale):
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
         if not (may_rescale and _is_scaled(inner, native)):
@@ -274,8 +273,10 @@ def hidden(standard: Standard, split: Split, terms: Terms | None) -> tuple[Cause
 def _explain_inner(inner: Standard, split: Split, terms: Terms | None) -> tuple[Result, tuple[Cause, str, str]]:
     """Returns the gradient of a division, and the explanation of its difference from that of one batch."""
     native = inner.subject.run(split, inner.subject.batch)
-    right = terms if terms is not None and are_right(inner, terms) else None
-    return native, explain(inner, split, native, right)
+    inner.terms = terms
+    if terms is not None and not are_right(inner):
+        inner.terms = None
+    return native, explain(inner, split, native)
 
 
 CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, Cause.DENOMINATOR)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError
+from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
@@ -42,17 +43,27 @@ MIN_CHANGES = 3
 """Smallest number of changes of the same size that is not by chance."""
 
 
+Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
+"""Function of parameters and examples that returns each term's gradient, summed over the examples, and its weight."""
+
+
 class Standard(Measured):
     """The measured results of a step, and the weights of its examples in them.
 
     Attributes:
+      terms: terms of the loss, if known.
       recorded: cache of the recorded programs in `inner`.
     """
 
-    def __init__(self, subject: Subject, unit: float | None) -> None:
+    def __init__(self, subject: Subject, unit: float | None, terms: Terms | None = None) -> None:
         super().__init__(subject, unit)
+        self._given_unit, self.terms = unit, terms
         self.recorded: dict[tuple[Split, bool], Any] = {}
         self.elsewhere = cache(self._elsewhere)
+
+    def at(self, subject: Subject) -> Standard:
+        """Measures the step at other parameters, or on another batch."""
+        return Standard(subject, self._given_unit, self.terms)
 
     def uninformative(self, faults: bool) -> str:
         """Description of the differences that the result of any gradients hides; empty if there are none.
