@@ -11,7 +11,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import GradCombineError, faults, reductions
 from gradcombine.reductions import Numbered
-from gradcombine.verify.in_process import run_replicas
+from gradcombine.verify.check.laws import run_replicas
 from tests.spec import modes
 from tests.spec.selection import among
 

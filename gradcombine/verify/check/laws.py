@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +11,13 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import operation
 from gradcombine.places.lists import combine
 from gradcombine.places.replicas import all_reduce, merge_replicas
 from gradcombine.places.time import accumulate
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import Order, State, Tree
-from gradcombine.verify.in_process import run_replicas
+from gradcombine.types import Array, Order, State, Tree
 
 
 class Contribution(NamedTuple):
@@ -238,3 +239,67 @@ def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
     """Applies a function to every leaf except None."""
     leaves, structure = tree.flatten(node)
     return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
+
+
+# --- replicas in one process ---
+
+
+def run_replicas(count: int, program: Callable[[int, Collective], Any]) -> list[Any]:
+    """Returns ``program(rank, collective)`` for each replica. The program is pure, and runs once more per exchange."""
+    exchanged: list[list[Sequence[Array]]] = []
+    while True:
+        results: list[Any] = []
+        sent: list[Sequence[Array]] = []
+        for rank in range(count):
+            try:
+                results.append(program(rank, _Replica(rank, count, exchanged)))
+            except _Unknown as exchange:
+                sent.append(exchange.arrays)
+        if not sent:
+            return results
+        assert not results  # otherwise replicas differ in their number of exchanges
+        exchanged.append(sent)
+
+
+class _Unknown(BaseException):
+    """Interrupts a program at its first exchange whose other operands are not known yet."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+
+class _Replica(Collective):
+    def __init__(self, rank: int, count: int, exchanged: list[list[Sequence[Array]]]) -> None:
+        self._rank, self._count, self._exchanged = rank, count, iter(exchanged)
+
+    def size(self) -> int:
+        return self._count
+
+    def rank(self) -> Array:
+        return np.int32(self._rank)
+
+    def _columns(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """The operands of all replicas, for each array."""
+        sent = next(self._exchanged, None)
+        if sent is None:
+            raise _Unknown(arrays)
+        return list(zip(*sent, strict=True))
+
+    @operation("all_sum")
+    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
+        return [reduce(resolve(column).add, column) for column in self._columns(arrays)]
+
+    @operation("all_max")
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        return [reduce(resolve(column).maximum, column) for column in self._columns(arrays)]
+
+    @operation("all_gather")
+    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
+        return [resolve(column).stack(column) for column in self._columns(arrays)]
+
+    def narrow_ways(self) -> tuple[str, ...]:
+        return ("gathered", "parts")
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        return [gathered[:, self._rank] for gathered in self.all_gather(arrays)]
