@@ -17,7 +17,7 @@ from gradcombine.verify.check.step_report import Cause
 
 
 def candidate_weights(
-    case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], leaves: Sequence[int] | None
+    case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], leaves: Sequence[int]
 ) -> list[np.ndarray]:
     """Returns plausible weights of microbatches, then those that fit the division's result in these leaves."""
     candidates = case.weights_of(pieces)
@@ -31,8 +31,9 @@ def microbatches(case: Case, copied: bool = True) -> Iterator[Prediction]:
     """Tries the mean and the sum of the microbatches' separate results, for leaves that are no linear combination."""
     if case.all_are_means:
         return
+    leaves = case.among(range(len(case.result.floats)))
     for name, pieces, floats in case.separate_results(copied):
-        candidates = candidate_weights(case, pieces, floats, case.leaves)
+        candidates = candidate_weights(case, pieces, floats, leaves)
         for weights in (*candidates, np.ones(len(pieces))):
             if case.accounts_for(combined(weights, floats), float(weights.sum())):
                 if (cause := _of_microbatches(case, pieces, floats, weights)) is not None:
@@ -262,7 +263,7 @@ def has_denominators(standard: Standard) -> bool:
             continue
         # Copies of one example may cancel in each group of a batch, which shows nothing.
         varies |= not all(_near(standard, x, results[0]) for x in results)
-        candidates = [x for x in candidates if _fits(standard, x, number, first, second, results)]
+        candidates = [x for x in candidates if _fits(standard, x, number, (first, second), results)]
         if not candidates:
             return False
     return varies
@@ -279,14 +280,13 @@ def _fits(
     standard: Standard,
     counts: Sequence[np.ndarray],
     number: np.ndarray,
-    first: int,
-    second: int,
+    pair: tuple[int, int],
     results: Sequence[Floats],
 ) -> bool:
     """Whether mixtures of two examples are a sum of means with these counts as denominators."""
     basis = [np.ones(len(number))]
     for x in counts:
-        part, rest = number * x[first], (number.max() - number) * x[second]
+        part, rest = number * x[pair[0]], (number.max() - number) * x[pair[1]]
         basis.append(np.where(number == 0, 0, part / np.where(part + rest == 0, 1, part + rest)))
     matrix = np.stack(basis, axis=1)
     projection = matrix @ np.linalg.pinv(matrix)

@@ -194,7 +194,7 @@ class Standard(Measured):
                 yield c, leaves
         for c in self.counted(self.units):
             yield c, every
-        c = self._fit_weights(one, every, wide, elsewhere=True)
+        c = self._fit_weights(one, every, wide, elsewhere=ONE_BATCH)
         if c is not None and abs(c.sum() - 1) <= SAME:
             yield c, every
 
@@ -211,7 +211,7 @@ class Standard(Measured):
         every = range(len(self.best.floats))
         if self.combination[0] is not None:
             return len(self.combination[1]) < len(every)
-        floats, terms, _ = self._system(self.best.floats, every, self.wide is not None, elsewhere=True)
+        floats, terms, _ = self._system(self.best.floats, every, self.wide is not None, ONE_BATCH)
         matrix, target = self._scaled(floats, terms, every, self.wide is not None)
         # The norm of true weights is at most 1, so that of the minimum-norm solution is, too. Directions that rounding
         # hides are cut off.
@@ -238,7 +238,7 @@ class Standard(Measured):
     def fit_units(self, result: Result, split: Split, wide: bool, leaves: Sequence[int]) -> np.ndarray | None:
         """Fits the weights of the units in a division's result by least squares over these leaves."""
         x = self._fit_weights(result.floats, leaves, wide)
-        return self._fit_weights(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
+        return self._fit_weights(result.floats, leaves, wide, elsewhere=split) if x is None else x
 
     def mixed(self, weights: np.ndarray) -> list[np.ndarray]:
         """Combines the units' results with these weights; results that are not finite are left out."""
@@ -274,11 +274,10 @@ class Standard(Measured):
         leaves: Sequence[int],
         wide: bool,
         certain: float = CERTAIN,
-        split: Split = ONE_BATCH,
-        elsewhere: bool = False,
+        elsewhere: Split | None = None,
     ) -> np.ndarray | None:
         """Returns the coefficients of the units that fit a result best; None if rounding leaves them open."""
-        stacked, terms, nonzero = self._system(floats, leaves, wide, split, elsewhere)
+        stacked, terms, nonzero = self._system(floats, leaves, wide, elsewhere)
         coefficients = self.fit(stacked, terms, wide, leaves, certain)
         if coefficients is None:
             return None
@@ -287,11 +286,12 @@ class Standard(Measured):
         return weights
 
     def _system(
-        self, floats: Floats, leaves: Sequence[int], wide: bool, split: Split = ONE_BATCH, elsewhere: bool = False
+        self, floats: Floats, leaves: Sequence[int], wide: bool, elsewhere: Split | None
     ) -> tuple[Floats, Sequence[Floats], list[int]]:
         """Returns a result, the results of the units that are not zero, and the indices of these units.
 
-        With ``elsewhere``, stacks results at perturbed parameters if there are too few elements for a fit.
+        If there are too few elements for a fit, stacks results at perturbed parameters; ``elsewhere`` is the division
+        that returned this result.
         """
         columns = dict(enumerate(self.columns))
         nonzero = {
@@ -299,8 +299,8 @@ class Standard(Measured):
         }
         points: list[tuple[Floats, list[Floats]]] = [(floats, list(nonzero.values()))]
         needed = OVERDETERMINED * len(nonzero) / max(sum(floats[j].size for j in leaves), 1)
-        for seed in range(min(int(np.ceil(needed)), POINTS) if elsewhere and needed > 1 else 0):
-            result = self.elsewhere(seed, split, None, wide)
+        for seed in range(min(int(np.ceil(needed)), POINTS) if elsewhere is not None and needed > 1 else 0):
+            result = self.elsewhere(seed, elsewhere, None, wide)
             parts = [self.elsewhere(seed, ONE_BATCH, self.units[i], self.wide is not None) for i in nonzero]
             if result is not None and None not in parts:
                 points.append((result.floats, [x.floats for x in parts if x is not None]))
@@ -309,15 +309,9 @@ class Standard(Measured):
         return stacked, terms, list(nonzero)
 
     def fit(
-        self,
-        floats: Floats,
-        terms: Sequence[Floats],
-        wide: bool,
-        leaves: Sequence[int] | None = None,
-        certain: float = CERTAIN,
+        self, floats: Floats, terms: Sequence[Floats], wide: bool, leaves: Sequence[int], certain: float = CERTAIN
     ) -> np.ndarray | None:
         """Fits a result as a linear combination of terms by least squares; None if rounding leaves it open."""
-        leaves = range(len(floats)) if leaves is None else leaves
         matrix, target = self._scaled(floats, terms, leaves, wide)
         equations = int(np.count_nonzero(np.any(matrix != 0, axis=0)))
         if not matrix.size or equations < OVERDETERMINED * len(terms):
