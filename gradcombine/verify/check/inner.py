@@ -84,7 +84,7 @@ def updated_in_sequence(
     Raises:
       Exception: of any type, if the step cannot be traced by JAX, or not run like this.
     """
-    subject, one = case.standard.subject, _program(case.standard, ONE_BATCH)
+    subject, one = case.standard.subject, case.standard.recorded(ONE_BATCH, False)
     start = subject.start
     for length in _gradients(one, [x.shape for _, x in subject.param_leaves]):
         indices, state, counts = one.inputs(length), start, None
@@ -227,7 +227,7 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
     shapes = [x.shape for _, x in standard.subject.param_leaves]
     for inside in (False, True):
         try:
-            one, divided = (_program(standard, x, inside) for x in (ONE_BATCH, split))
+            one, divided = (standard.recorded(x, inside) for x in (ONE_BATCH, split))
         except Exception:
             return
         lengths, closed = _lengths(one, divided, shapes), min(one.closed(), divided.closed())
@@ -237,10 +237,3 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
         yield Cuts(one, divided, [*dict.fromkeys([*first, *lengths])], complete)
         if complete or not (one.maps or divided.maps):
             return
-
-
-def _program(standard: Standard, split: Split, inside: bool = False) -> Recorded:
-    """Returns the recorded step; that of one batch is compared with several divisions."""
-    if (split, inside) not in standard.recorded:
-        standard.recorded[split, inside] = Recorded(standard.subject, split, inside)
-    return standard.recorded[split, inside]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
+from gradcombine.verify.check.recorded import Recorded
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
 
 SAME = 0.01
@@ -52,13 +53,13 @@ class Standard(Measured):
 
     Attributes:
       terms: terms of the loss, if known.
-      recorded: cache of the recorded programs in `inner`.
+      recorded: returns the recorded program of a division, outside or inside of shard_map.
     """
 
     def __init__(self, subject: Subject, unit: float | None, terms: Terms | None = None) -> None:
         super().__init__(subject, unit)
         self._given_unit, self.terms = unit, terms
-        self.recorded: dict[tuple[Split, bool], Any] = {}
+        self.recorded = cache(partial(Recorded, subject))
         self.elsewhere = cache(self._elsewhere)
 
     def at(self, subject: Subject) -> Standard:
