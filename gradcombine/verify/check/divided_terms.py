@@ -76,38 +76,36 @@ def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
     """Yields the gradient for all choices of denominators, beginning with the right one."""
     names, k = list(parts[0].weights), len(parts)
 
-    def total(name: str) -> float:
-        return sum(part.weights[name] for part in parts)
+    def weights(name: str) -> list[float]:
+        return [part.weights[name] for part in parts]
 
     def summed(name: str, divisors: Sequence[float]) -> list[np.ndarray]:
         columns = [list(column) for column in zip(*(part.sums[name] for part in parts), strict=True)]
         return [np.sum([x / d if d else 0 * x for x, d in zip(c, divisors, strict=True)], axis=0) for c in columns]
 
-    def choices(name: str) -> Iterator[Divided]:
-        yield Divided("", summed(name, [total(name)] * k))
-        for other in names:
-            if other != name:
-                yield Divided(f"{name} divided by the weight of {other}", summed(name, [total(other)] * k))
-        for other in [name, *(other for other in names if other != name)]:
+    def choices(name: str) -> Iterator[tuple[str, list[float]]]:
+        """Yields divisors of a term in each microbatch, with an explanation of wrong ones."""
+        own, total, others = weights(name), sum(weights(name)), [x for x in names if x != name]
+        yield "", [total] * k
+        for other in others:
+            yield f"{name} divided by the weight of {other}", [sum(weights(other))] * k
+        for other in [name, *others]:
             text = f"{name} divided by the weight of {other} in each microbatch"
-            by_each = [part.weights[other] for part in parts]
-            yield Divided(f"{text}, then averaged", summed(name, [k * x for x in by_each]))
-            yield Divided(f"{text}, then summed", summed(name, by_each))
+            yield f"{text}, then averaged", [k * x for x in weights(other)]
+            yield f"{text}, then summed", weights(other)
         text = f"{name} divided by the weight of {name} in each microbatch, then"
         for other in names:
-            divisors = [part.weights[name] * total(other) for part in parts]
-            yield Divided(f"{text} summed and divided by the weight of {other}", summed(name, divisors))
-        for other in names:
-            if other != name:
-                shares = [part.weights[other] / total(other) for part in parts]
-                divisors = [part.weights[name] / x if x else np.inf for part, x in zip(parts, shares, strict=True)]
-                yield Divided(f"{text} averaged with the weights of {other}", summed(name, divisors))
-        yield Divided(f"{name} also divided by the number of microbatches", summed(name, [k * total(name)] * k))
-        yield Divided(f"{name} divided by the number of microbatches only", summed(name, [float(k)] * k))
-        yield Divided(f"{name} not divided", summed(name, [1.0] * k))
-        yield Divided(f"{name} left out", summed(name, [np.inf] * k))
+            yield f"{text} summed and divided by the weight of {other}", [x * sum(weights(other)) for x in own]
+        for other in others:
+            pairs = zip(own, weights(other), strict=True)
+            divisors = [x * sum(weights(other)) / y if y else np.inf for x, y in pairs]
+            yield f"{text} averaged with the weights of {other}", divisors
+        yield f"{name} also divided by the number of microbatches", [k * total] * k
+        yield f"{name} divided by the number of microbatches only", [float(k)] * k
+        yield f"{name} not divided", [1.0] * k
+        yield f"{name} left out", [np.inf] * k
 
-    for chosen in product(*(list(choices(name)) for name in names)):
+    for chosen in product(*([Divided(text, summed(name, x)) for text, x in choices(name)] for name in names)):
         columns = zip(*(x.floats for x in chosen), strict=True)
         wrong = [x for x in chosen if x.text]
         text = "; ".join(x.text for x in wrong)

@@ -206,6 +206,14 @@ def test_a_term_divided_by_what_does_not_count_it(divide: Any, detail: str | Non
     assert detail is None or report.faults[0].detail == detail
 
 
+def test_a_term_that_counts_nothing_is_beside_another_one() -> None:
+    def terms(params: Any, part: Any) -> dict[str, Any]:
+        return of_terms(params, part) | {"none": ([np.zeros_like(x) for x in params], 0)}
+
+    report = check_step(with_terms(partial(divide_rightly, near_by="words")), PARAMS, by_hand.batch(), terms=terms)
+    assert report.faults[0].detail == "near divided by the weight of words", str(report)
+
+
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
