@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.registry import is_absent
 from gradcombine.errors import invalid, operation
 from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
@@ -146,9 +145,7 @@ def assert_equal_bits(a: Tree, b: Tree) -> None:
 
 
 def _named(value: Tree) -> dict[str, np.ndarray]:
-    leaves, structure = tree.flatten(converted(value))
-    paths = structure.paths()
-    present = ((path or "(root)", x) for path, x in zip(paths, leaves, strict=True) if not is_absent(x))
+    present = ((path or "(root)", x) for path, x in tree.present(converted(value)))
     return {path: value_of(x, path) for path, x in present}
 
 
