@@ -23,7 +23,7 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
 from gradcombine.verify.check.leaves import ZERO, flattened, is_torch, widened
-from gradcombine.verify.check.measure import FLOAT32_UNIT, Measured
+from gradcombine.verify.check.measure import FLOAT32_UNIT, OBSERVED, Measured
 from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.torch_observer import (
@@ -37,9 +37,6 @@ from gradcombine.verify.check.torch_observer import (
     tensors_of,
     to_wide,
 )
-
-OBSERVED = "['gradients']['"
-"""Is in the paths of these gradients in a result, before the name of the parameter."""
 
 
 def as_arrays(
@@ -239,11 +236,6 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         return
 
 
-def observed(names: Sequence[str]) -> list[int]:
-    """Indices of the leaves of a result that are gradients at an optimizer."""
-    return [i for i, name in enumerate(names) if OBSERVED in name]
-
-
 def updates_by_rounding(measured: Measured, sizes: np.ndarray) -> np.ndarray:
     """Bound of each update whose gradient at the optimizer is only rounding, which Adam enlarges; 0 for other leaves.
 
@@ -251,7 +243,7 @@ def updates_by_rounding(measured: Measured, sizes: np.ndarray) -> np.ndarray:
       measured: the step.
       sizes: sizes of the leaves.
     """
-    names, leaves = measured.names, observed(measured.names)
+    names, leaves = measured.names, measured.observed
     largest = max((sizes[i] for i in leaves), default=0.0)
     zero = {names[i].partition(OBSERVED)[2] for i in leaves if sizes[i] <= ZERO * largest}
     params = [f"{_short(path)}']" in zero for path, _ in measured.subject.param_leaves]
