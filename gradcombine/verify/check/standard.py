@@ -148,7 +148,8 @@ class Standard(Measured):
                 candidates.append(each.sum(axis=1, dtype=np.float64))
         distinct: dict[bytes, np.ndarray] = {}
         for counts in candidates:
-            distinct.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
+            if np.isfinite(counts).all():  # unlike sums of a mask of -inf
+                distinct.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
         yield from distinct.values()
 
     def _elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:

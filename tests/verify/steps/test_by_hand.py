@@ -156,6 +156,22 @@ def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
     assert report.cause is Cause.INACCURATE, str(report)
 
 
+def test_a_mask_of_infinities_counts_nothing() -> None:
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "mask": np.full((8, 2), -np.inf, np.float32)}
+
+    def make_step(k: int) -> Any:
+        def step(w: Any, batch: Any) -> Any:
+            x = batch["x"] - batch["x"].mean(axis=0)
+            gradient = x.T @ (x @ w) / np.float32(8)
+            return gradient if k == 1 else gradient + np.float32(0.01) * np.sin(50 * gradient)
+
+        return step
+
+    report = check_step(make_step, np.linspace(0.5, 1, 3, dtype=np.float32), batch)
+    assert report.cause is Cause.UNEXPLAINED, str(report)
+
+
 def of_terms(params: Any, part: Any) -> dict[str, Any]:
     """Two terms: the cross entropy per token, and an L2 penalty on the first token's embedding per example."""
     rows = part["tokens"][:, 0]
