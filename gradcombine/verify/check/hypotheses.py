@@ -11,7 +11,6 @@ add up to 1 and are fitted by least squares. The division's gradient is ``sum_e 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -164,13 +163,14 @@ def in_order(case: Case) -> Iterator[Prediction]:
     if not (by_division and by_number):  # otherwise each place in the batch has random numbers of its own
         return
     first = list(range(subject.examples // k if subject.examples % k == 0 else 1))
-    result = standard.run(case.split, subject.rows(first * (k * case.split.devices)), case.wide)
+    result = standard.tried(case.split, subject.rows(first * (k * case.split.devices)), case.wide)
     for other in (x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k):
-        with suppress(NotWide, GradCombineError):
-            copies = standard.run(other, subject.rows(first * other.microbatches), case.wide)
-            if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
-                text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
-                yield Prediction(Cause.KEY, text)
+        copies = standard.tried(other, subject.rows(first * other.microbatches), case.wide)
+        if result is None or copies is None:  # as of a step for one size of the batch
+            continue
+        if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
+            text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
+            yield Prediction(Cause.KEY, text)
     yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")
 
 

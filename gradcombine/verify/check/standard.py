@@ -159,8 +159,12 @@ class Standard(Measured):
 
     def in_reverse(self, split: Split, wide: bool) -> Result | None:
         """Runs a division of the examples in reverse order; None if the step does not accept them."""
+        return self.tried(split, self.reversed_batch, wide) if self.subject.reverse else None
+
+    def tried(self, split: Split, batch: Tree, wide: bool) -> Result | None:
+        """Runs a division as `run` does; None if that raises, is not finite, or is not possible in float64."""
         try:
-            return self.run(split, self.reversed_batch, wide) if self.subject.reverse else None
+            return self.run(split, batch, wide)
         except (NotWide, GradCombineError):
             return None
 

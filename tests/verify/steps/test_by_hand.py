@@ -156,6 +156,22 @@ def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
     assert report.cause is Cause.INACCURATE, str(report)
 
 
+def test_random_numbers_of_a_step_for_one_size_of_the_batch() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(10, 3)).astype(np.float32), np.linspace(0.5, 1, 3, dtype=np.float32)
+
+    def make_step(k: int) -> Any:
+        def gradient(w: Any, x: Any) -> Any:
+            x = x * (np.random.default_rng(0).random((len(x), 1)) < 0.5).astype(x.dtype)
+            return x.T @ (x @ w - 1)
+
+        parts = np.array_split(range(10), k)
+        return lambda w, batch: sum(gradient(w, batch.reshape(10, 3)[rows]) for rows in parts) / np.float32(10)
+
+    report = check_step(make_step, w, x, microbatches=(4,))
+    assert report.cause is Cause.RANDOM, str(report)
+
+
 def test_a_mask_of_infinities_counts_nothing() -> None:
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "mask": np.full((8, 2), -np.inf, np.float32)}
