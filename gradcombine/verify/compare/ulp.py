@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import ml_dtypes
@@ -108,6 +109,7 @@ class Distances(NamedTuple):
         return at, int(self.ulps[at])
 
 
+@cache
 def kind_of(dtype: np.dtype) -> Kind:
     """The kind of a numeric dtype; booleans are integers.
 
