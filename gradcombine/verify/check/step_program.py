@@ -23,11 +23,13 @@ import numpy as np
 from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
-from gradcombine.verify.check.leaves import flat, is_float_dtype
+from gradcombine.verify.check.leaves import as_floats, flat, is_float_dtype, over, perturbation, rms
 from gradcombine.verify.check.retyping import DRAWS, inner, operations, scanned
 from gradcombine.verify.check.running import ONE_BATCH, NotFiniteError, NotWide, Result, Split, Subject
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
+
+UNIT64 = rounding_unit(np.dtype(np.float64))
 
 
 def equations(subject: Subject, split: Split) -> list[Any]:
@@ -109,6 +111,35 @@ MOVES = "copy", "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_
 UPDATES = "integer_pow", "square", "sqrt", "rsqrt", "pow", "sign", "abs", "max", "min", "clamp"
 ELEMENTWISE = *SUMS, *MOVES, *UPDATES, "neg", "mul", "div", "select_n", "convert_element_type"
 """Operations between the last products of a step and its result, such as an optimizer's update."""
+
+
+def run_unread(subject: Subject, split: Split, batch: Tree) -> Result:
+    """Runs a division in float64, in a framework whose programs cannot be read.
+
+    Raises:
+      NotWide: if it does not run in float64, or rounds to a narrower dtype internally: tiny changes of the parameters
+        then change its result by too much or not at all.
+    """
+    scales = [2.0**-44, 2.0**-24, 2.0**-6]
+    zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
+    try:
+        wide = subject.run(split, batch, wide=True)
+        largest = max(rms(x) for x in wide.floats)
+        rounding = 2**6 * UNIT64 * largest
+        if subject.returns_params:  # a change is the difference of parameters, which are rounded
+            size = max((rms(as_floats(x)) for _, x in subject.param_leaves), default=0)
+            rounding += 4 * UNIT64 * size
+            scales[0] *= min(max(over(size, largest), 1), 2.0**14)
+        perturbed = [subject.run(split, batch, True, noise=perturbation(0, scale, zero)) for scale in scales]
+    except NotFiniteError as error:
+        raise NotWide(f"{error.path} is not finite in float64, or at slightly different parameters") from None
+    for i, name in enumerate(subject.names):
+        distances = [rms(x.floats[i] - wide.floats[i]) for x in perturbed]
+        for j in range(len(scales) - 1):
+            expected = distances[j + 1] * scales[j] / scales[j + 1]
+            if distances[j] > 2**10 * expected + rounding or (distances[j] == 0 and expected > rounding):
+                raise NotWide(f"the step rounds to a dtype narrower than float64 internally (leaf {name})")
+    return wide
 
 
 def narrow_sums(subject: Subject, split: Split) -> tuple[list[Any], list[Any]]:

@@ -119,3 +119,26 @@ def test_accumulators_beside_masters(dtype: Any) -> None:
     masters = [p.detach().clone() for p in net().parameters()]
     report = check_step(partial(with_masters, dtype=dtype), (net().to(NARROW), masters), BATCH, returns="params")
     assert report.cause is (Cause.PRECISION if dtype is NARROW else None), str(report)
+
+
+@pytest.mark.parametrize("seed", [7, 40])
+def test_an_update_whose_gradient_is_rounding_is_no_defect(seed: int) -> None:
+    """Adam's first update of an element has the sign of its gradient, whatever its size."""
+
+    def make_step(k: int) -> Any:
+        def step(arguments: Any, batch: Any) -> None:
+            model, optimizer = arguments
+            optimizer.zero_grad()
+            for x, y in parts(batch, k):
+                with torch.autocast("cpu", dtype=NARROW):
+                    loss = torch.nn.functional.cross_entropy(model(x).float(), y, reduction="sum") / 16
+                loss.backward()
+            optimizer.step()
+
+        return step
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    batch = {"x": torch.randn(16, 6), "y": torch.randint(0, 4, (16,))}
+    report = check_step(make_step, (model, torch.optim.AdamW(model.parameters())), batch, returns="params")
+    assert report.passes, str(report)
