@@ -79,7 +79,8 @@ class AccumulatedStep(WithSeen):
         ``loss(*batch) -> (values, weights)`` or ``(values, weights, outputs)``. The values are a dict of the terms by
         name, each a *sum*, a floating scalar; the weights are a dict of the denominators by name, each the
         microbatch's contribution. The step applies the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all
-        microbatches i of all replicas: see `docs/losses.md`. ``reduction`` is a mean (with ``totals``, a sum).
+        microbatches i of all replicas: see `docs/losses.md`. ``reduction`` is a mean (with ``totals``, a sum). For a
+        Keras optimizer that scales the loss, the step scales it, so ``loss`` must not.
       totals: None: the denominators' totals are unknown until the window ends, and each denominator has its own
         accumulators and backward pass. ``"given"``: each call takes the totals as ``totals={...}``, the same in all
         calls of a window, and one set of accumulators and one backward pass suffice; a flush divides by these totals.
@@ -144,7 +145,7 @@ class AccumulatedStep(WithSeen):
         self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
         self._terms: LossOfTerms | None = None
         if terms is not None:
-            self._terms = LossOfTerms(terms, totals, reduction)
+            self._terms = LossOfTerms(terms, totals, reduction, optimizer)
             reduction = self._terms.reduction
         elif totals is not None:
             raise invalid("terms, for totals", "none")

@@ -54,17 +54,21 @@ class LossOfTerms:
 
     Args:
       terms, totals, reduction: as for `AccumulatedStep`.
+      optimizer: the Keras optimizer, whose loss scale multiplies what is differentiated; None for a function.
 
     Attributes:
       reduction: reduction of the gradients.
       takes_totals: whether each call takes the totals.
     """
 
-    def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
+    def __init__(
+        self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None, optimizer: Any
+    ) -> None:
         check(totals=totals)
         self._terms = Terms(terms, totals is not None)
         if totals == "counted":
             raise invalid("totals 'given' or None, as a call gets a single microbatch", "counted")
+        self._scaled = (lambda x: x) if optimizer is None else optimizer.scale_loss
         self.reduction, self.takes_totals = self._terms.reduction(reduction), self._terms.known
 
     def like(self, specs: Sequence[Leaf]) -> Tree:
@@ -86,8 +90,9 @@ class LossOfTerms:
         """Computes the loss of one microbatch and its gradients.
 
         Returns:
-          The gradients by denominator, or, if totals are given, the total gradient under ""; the weights; 1 if any
-          weight is nonzero, else 0; the contribution to the metrics; and a list of the loss's outputs, at most one.
+          The gradients by denominator, or, if totals are given, the total gradient under "", times the optimizer's
+          loss scale; the weights; 1 if any weight is nonzero, else 0; the contribution to the metrics; and a list of
+          the loss's outputs, at most one.
         """
         terms = self._terms
         with tf.GradientTape(persistent=not terms.known and len(terms.denominators) > 1) as tape:
@@ -103,7 +108,9 @@ class LossOfTerms:
             }
             parts = terms.parts(values, weights, totals)
             sums = {"": terms.total(parts)} if terms.known else terms.summed(values)
-        grads = {name: tape.gradient(x, targets) for name, x in sums.items()}
+            # A dynamic scale changes only in an update, so it is the one that the update at the boundary divides by.
+            scaled = {name: self._scaled(x) for name, x in sums.items()}
+        grads = {name: tape.gradient(x, targets) for name, x in scaled.items()}
         return grads, weights, terms.present(weights), self._metric_parts(parts, weights), list(result[2:])
 
     def contribution(self, gradients: Mapping[str, list[Leaf]], weights: Mapping[str, Tree]) -> Tree:

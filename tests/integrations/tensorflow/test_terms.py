@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -150,6 +151,38 @@ def test_a_partial_window_is_saved_flushed_and_divided(totals: Any, jit_compile:
     sums, top = (x * mask).sum() / mask.sum(), x.max((1, 2)).mean()
     assert applied
     np.testing.assert_allclose([w.numpy(), metrics.value["ce"]], [2 - sums + 3 * top, 2 * sums - 3], rtol=1e-6)
+
+
+SCALED = {
+    "dynamic": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0, dynamic_growth_steps=1),
+    "constant": lambda: keras.optimizers.SGD(0.5, loss_scale_factor=8.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "totals", "name"),
+    cases([(1, None, "dynamic"), (2, "given", "dynamic"), (1, "given", "constant")], (1, 2), (None, "given"), SCALED),
+)
+def test_the_loss_scale_of_an_optimizer_is_in_no_update_and_no_metric(replicas: int, totals: Any, name: str) -> None:
+    """The scale doubles after each window."""
+    x = np.float32([[1, 2], [6, 3], [2, 4], [1, 5]])[: 2 * replicas].reshape(2, replicas, 2)
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        w = tf.Variable(8.0)
+
+        def loss(x: Any) -> Any:
+            return {"fit": tf.reduce_sum(w * x), "decay": 1 * w}, {"tokens": 2, "microbatches": 1}
+
+        terms = {"fit": "tokens", "decay": "microbatches"}
+        step = tf.function(AccumulatedStep(loss, [w], SCALED[name](), every=2, terms=terms, totals=totals))
+    known = {"tokens": tf.constant(4 * replicas), "microbatches": tf.constant(2 * replicas)}
+    for before in (8, 6, 4):
+        for k in range(2):
+            rows = per_replica(strategy, x[k].__getitem__)
+            applied, _, metrics = step(rows, **({"totals": known} if totals else {}))
+        assert applied
+        assert [float(metrics.value[term]) for term in terms] == [3 * before, before]
+        assert w.numpy() == before - 0.5 * (3 + 1)
 
 
 def test_refused() -> None:
