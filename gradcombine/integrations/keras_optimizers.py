@@ -29,6 +29,14 @@ def require_not_accumulating(optimizer: Any) -> None:
         raise invalid("an optimizer without gradient_accumulation_steps", steps)
 
 
+def require_unscaled(optimizer: Any) -> None:
+    """Raises for an optimizer that divides gradients by a loss scale, or contains one that does."""
+    for one in with_inner(optimizer):
+        if getattr(one, "loss_scale_factor", None) is not None or hasattr(one, "dynamic_growth_steps"):
+            received = f"{type(optimizer).__name__}, which divides by a loss scale"
+            raise invalid("an optimizer without a loss scale, as differences of parameters have none", received)
+
+
 def has_several(optimizer: Any) -> bool:
     """Whether an optimizer is or contains a MultiOptimizer."""
     return any(getattr(x, "optimizers", None) is not None for x in with_inner(optimizer))

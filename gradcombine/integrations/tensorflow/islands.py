@@ -13,6 +13,7 @@ import tensorflow as tf
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown
+from gradcombine.integrations.keras_optimizers import require_unscaled
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
@@ -62,7 +63,7 @@ class Outer(tf.Module):
       variables: the outer parameters: floating tf.Variables or Keras variables, created under the strategy in scope.
       optimizer: a Keras optimizer, built here if necessary. With a list of F optimizers the variables are divided into
         F fragments of entire variables and roughly equal size in bytes, one for each optimizer. One fragment is
-        exchanged every H / F steps, in turn, so that an exchange sends 1 / F of the bytes.
+        exchanged every H / F steps, in turn, so that an exchange sends 1 / F of the bytes. None has a loss scale.
       every: H, the number of steps between two exchanges of a fragment; F or more.
       reduction: reduction of the differences. None: `gradcombine.reductions.mean`. A ``wire`` sends them in fewer bits.
       order: order of the sum over the islands, as for `gradcombine.all_reduce`.
@@ -114,6 +115,8 @@ class Outer(tf.Module):
         optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         expected = "a Keras optimizer, or a list of one for each fragment"
         self.optimizers = [require_given(expected, keras_optimizer(x)) for x in optimizers]
+        for one in self.optimizers:
+            require_unscaled(one)
         count = len(self.optimizers)
         self._every = require_integer(f"{max(count, 1)} steps or more, one for each fragment", every, max(count, 1))
         require_same_length(self._strategy, self._every)

@@ -205,6 +205,19 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.LossScaleOptimizer(nesterov(), initial_scale=8.0),
+        lambda: keras.optimizers.SGD(1.0, loss_scale_factor=8.0),
+    ],
+)
+def test_a_loss_scale_is_refused(optimizer: Any) -> None:
+    """The optimizer would divide the difference of the parameters by it."""
+    with pytest.raises(GradCombineError, match=r"^Outer: expected an optimizer without a loss scale.*received .* divi"):
+        Outer([variable(), variable()], [nesterov(), optimizer()], 2)
+
+
 def test_small_steps_in_float64_are_not_lost() -> None:
     x = tf.Variable(tf.ones(2, tf.float64))
     islands = Outer([x], keras.optimizers.SGD(1.0), 1)
