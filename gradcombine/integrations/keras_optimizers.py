@@ -43,17 +43,23 @@ def has_several(optimizer: Any) -> bool:
 
 
 def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields a variable and its slots, each with its value after an update that only changes other variables.
+    """Yields a variable and its slots, each with its value after an update with gradients of other variables only.
 
     ``read`` returns the value of a variable of the built optimizer before the update.
     """
-    value = read(target)
-    yield target, value
+    value = after = read(target)
     for one in with_inner(optimizer):
         for name, slot in _slots(one, target):
-            # Keras updates the moving averages of all variables, even of those without a gradient in this step.
-            old = read(slot)
-            yield slot, _averaged(old, value, one.ema_momentum, read(one.iterations)) if name == _AVERAGES else old
+            kept = read(slot)
+            if name == _AVERAGES:
+                # Keras updates the moving averages of all variables, even of those without a gradient in this step, and
+                # overwrites all variables by them.
+                iterations = read(one.iterations)
+                kept = _averaged(kept, value, one.ema_momentum, iterations)
+                if one.ema_overwrite_frequency:
+                    after = _overwritten(value, kept, (iterations + 1) % one.ema_overwrite_frequency == 0)
+            yield slot, kept
+    yield target, after
 
 
 def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
@@ -77,3 +83,9 @@ def _averaged(average: Array, value: Tree, momentum: float, iterations: Scalar) 
     zero = backend.full((), 0, dtype)
     kept = backend.where(iterations == 0, zero, backend.full((), momentum, dtype))
     return kept * average + (1 - kept) * backend.cast(value, dtype)
+
+
+def _overwritten(value: Array, average: Array, condition: Scalar) -> Array:
+    """The average, in the dtype of the value, if the condition holds, else the value."""
+    backend = resolve([value])
+    return backend.where(condition, backend.cast(average, backend.dtype(value)), value)

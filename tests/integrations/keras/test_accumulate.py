@@ -177,6 +177,20 @@ def test_momentum_moves_no_variable_without_a_gradient_in_the_window(mode: str, 
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_an_average_overwrites_a_variable_whose_gradient_is_none(mode: str) -> None:
+    """As in Keras, where each third step sets all variables to their moving averages."""
+    variables = [keras.Variable(np.float32(1)) for _ in range(3)]
+    averaged = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+    step, seen = stepper(Accumulate(averaged, 2), variables, mode), []
+    for first, second in (((1, 1, 1),) * 2, ((1, 1, 1),) * 2, ((1, 1, None), (1, None, None)), ((1, 1, 1),) * 2):
+        step(first)
+        step(second)
+        seen.append([float(x.numpy()) for x in variables])
+    # The averages after two windows are -0.5; in the third, the variables are -2, -1.5 and -1 before it ends.
+    assert seen == [[0] * 3, [-1] * 3, [-1.25, -1, -0.75], [-2.25, -2, -1.75]]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_each_variable_may_have_its_own_optimizer() -> None:
     """As many optimizers as variables; Keras raises for one without gradients, which a compiled step may have."""
     variables = matrix_and_vector()
