@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gradcombine.backends.registry import resolve
@@ -16,9 +16,22 @@ _AVERAGES = "_model_variables_moving_average"
 def with_inner(optimizer: Any) -> Iterator[Any]:
     """Yields an optimizer and all optimizers inside it: of a MultiOptimizer, or of a LossScaleOptimizer."""
     yield optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    for nested in [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]:
+    for nested in _nested(optimizer):
         yield from with_inner(nested)
+
+
+def _nested(optimizer: Any) -> list[Any]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]
+
+
+def require_built_with(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises for a variable that a built optimizer, or all optimizers inside it, were not built with."""
+    for i, x in enumerate(variables):
+        for group in ([optimizer], [one for one in with_inner(optimizer) if not _nested(one)]):
+            if not any(one._var_key(x) in one._trainable_variables_indices for one in group):
+                expected = "an optimizer that is not built, or built with this variable"
+                raise invalid(expected, "one built with others", f"[{i}]")
 
 
 def require_not_accumulating(optimizer: Any) -> None:

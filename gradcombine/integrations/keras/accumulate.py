@@ -26,6 +26,7 @@ from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.losses import UnweightedSizes
 from gradcombine.integrations.keras.settings import Parts, ReductionName, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import Wrapper
+from gradcombine.integrations.keras_optimizers import require_built_with
 from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, DType, Leaf, Order, Precision, Scalar
@@ -167,6 +168,7 @@ class Accumulate(Wrapper):
         if list(map(id, inner._trainable_variables)) != list(map(id, variables)):
             expected = "an inner optimizer that is not built, or built with the same variables"
             raise invalid(expected, "one built with others")
+        require_built_with(inner, variables)
         description = f"{self.reduction}, precision {self.precision!r}" + (f", {self.wire!r}" if self.wire else "")
         with keras.name_scope(self.name):
             window = BackendWindow(rules, parts, inner, variables, description)
@@ -319,7 +321,7 @@ class Accumulate(Wrapper):
         require_equal("{} gradients, one per variable", len(targets), len(gradients))
         if variables is None:
             return gradients
-        self._check_variables_are_known(targets)
+        require_built_with(self, targets)
         by_index = {self._get_variable_index(x): gradient for x, gradient in zip(targets, gradients, strict=True)}
         return [by_index.get(i) for i in range(len(self._trainable_variables))]
 

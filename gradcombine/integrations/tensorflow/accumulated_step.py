@@ -11,6 +11,7 @@ import tensorflow as tf
 from gradcombine import reductions, tree
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import invalid, operation, require_equal, require_items, shown, within
+from gradcombine.integrations.keras_optimizers import require_built_with
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
@@ -64,12 +65,12 @@ class AccumulatedStep(WithSeen):
         not yet combined over replicas; None for "no gradient"; tf.IndexedSlices become dense. Weight: a finite,
         nonnegative scalar; a microbatch of weight 0 adds nothing. Outputs: any structure of tensors.
       variables: tf.Variables or Keras variables, created under the strategy in scope.
-      apply: a Keras optimizer, built here if necessary; or a function ``apply(gradients, variables)``, called in
-        cross-replica context with tensors that are identical on all replicas. As in Keras, variables that have never
-        had a gradient are left out: neither they nor their slots change. Any gradient other than None counts, also
-        zeros, on any replica. If it is not known while tracing whether a variable has had one, a graph applies all
-        gradients, and then restores the variables that have not, with their slots in a Keras optimizer, but nothing
-        else that a function changes.
+      apply: a Keras optimizer, built here if necessary, or with these variables (more are left alone); or a function
+        ``apply(gradients, variables)``, called in cross-replica context with tensors that are identical on all
+        replicas. As in Keras, variables that have never had a gradient are left out: neither they nor their slots
+        change. Any gradient other than None counts, also zeros, on any replica. If it is not known while tracing
+        whether a variable has had one, a graph applies all gradients, and then restores the variables that have not,
+        with their slots in a Keras optimizer, but nothing else that a function changes.
       every: number of microbatches per window: an integer of 1 or more, or a function of the window's index.
       reduction: from `gradcombine.reductions`.
       order: as for `gradcombine.accumulate` over time, and for `gradcombine.merge_replicas` over replicas.
@@ -86,9 +87,10 @@ class AccumulatedStep(WithSeen):
         calls of a window, and one set of accumulators and one backward pass suffice; a flush divides by these totals.
 
     Raises:
-      GradCombineError: for variables or an optimizer of another strategy, a call inside ``strategy.run`` or under
-        another strategy, gradients that do not match the variables, a call without any gradient if there was none
-        before; and as `gradcombine.accumulate`. The windows are unchanged then.
+      GradCombineError: for variables or an optimizer of another strategy, an optimizer that was built with other
+        variables, a call inside ``strategy.run`` or under another strategy, gradients that do not match the variables,
+        a call without any gradient if there was none before; and as `gradcombine.accumulate`. The windows are unchanged
+        then.
 
     Bits: order ``"sequential"``: those of `gradcombine.accumulate` on each replica, added over replicas in the order
     that the strategy's all-reduce chooses. Order ``"tree"``: those of `gradcombine.combine` over the entire window,
@@ -161,6 +163,7 @@ class AccumulatedStep(WithSeen):
             require_created_in_scope(self._strategy, optimizer.iterations, ".iterations")
             if not optimizer.built:
                 optimizer.build(targets)
+            require_built_with(optimizer, targets)
         self._update = Update(self._strategy, apply, optimizer, targets)
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
         self._like = lambda chosen: self._terms.like(chosen) if self._terms is not None else chosen

@@ -13,7 +13,7 @@ import tensorflow as tf
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown
-from gradcombine.integrations.keras_optimizers import require_unscaled
+from gradcombine.integrations.keras_optimizers import require_built_with, require_unscaled
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
@@ -74,9 +74,9 @@ class Outer(tf.Module):
       step: int32 scalar variable, the number of steps so far, which determines the schedule.
 
     Raises:
-      GradCombineError: for invalid settings; for variables or an optimizer of another strategy; for a strategy without
-        per-replica variables (CentralStorageStrategy) or an asynchronous one; in the methods, for a call inside
-        ``strategy.run``.
+      GradCombineError: for invalid settings; for variables or an optimizer of another strategy, or an optimizer that
+        was built with other variables; for a strategy without per-replica variables (CentralStorageStrategy) or an
+        asynchronous one; in the methods, for a call inside ``strategy.run``.
 
     Bits: those of `gradcombine.all_reduce` of the differences in float32: with order ``"tree"`` the same under a
     strategy and in a simulation of the islands on one device by `gradcombine.combine`.
@@ -139,6 +139,7 @@ class Outer(tf.Module):
             require_created_in_scope(self._strategy, one.iterations, ".iterations")
             if not one.built:
                 one.build(chosen)
+            require_built_with(one, chosen)
             update = Update(self._strategy, None, one, chosen)
             fragments.append(Fragment(chosen, [params[i] for i in part], weight, update))
         self.step = tf.Variable(tf.constant(0), trainable=False)

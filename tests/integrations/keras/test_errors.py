@@ -103,10 +103,20 @@ def test_the_length_of_a_window_may_change_until_it_is_built() -> None:
 
 
 def test_variables_that_it_does_not_know() -> None:
+    known, other = matrix_and_vector()
     optimizer = Accumulate(sgd(), 2)
-    optimizer.build(matrix_and_vector())
-    with pytest.raises(ValueError, match="Unknown variable"):
-        optimizer.apply([tensor([1.0])], [keras.Variable([1.0])])
+    optimizer.build([known])
+    with pytest.raises(GradCombineError, match=r"^Accumulate: leaf \[1\]: expected an optimizer .* with this variable"):
+        optimizer.apply([tensor(np.ones(x.shape)) for x in (known, other)], [known, other])
+
+
+def test_an_inner_optimizer_of_other_variables() -> None:
+    """Also inside of one that is built here."""
+    for wrap in (lambda x: x, keras.optimizers.LossScaleOptimizer):
+        inner = sgd()
+        inner.build(matrix_and_vector())
+        with pytest.raises(GradCombineError, match=r"expected an .*optimizer that is not built.*others$"):
+            Accumulate(wrap(inner), 2).build(matrix_and_vector())
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # on JAX, while it traces both cases

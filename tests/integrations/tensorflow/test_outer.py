@@ -218,6 +218,13 @@ def test_a_loss_scale_is_refused(optimizer: Any) -> None:
         Outer([variable(), variable()], [nesterov(), optimizer()], 2)
 
 
+def test_an_optimizer_of_other_variables_is_refused() -> None:
+    optimizer = nesterov()
+    optimizer.build([variable()])
+    with pytest.raises(GradCombineError, match=r"^Outer: leaf \[0\]: expected an optimizer .* with this variable"):
+        Outer([variable()], optimizer, 2)
+
+
 def test_small_steps_in_float64_are_not_lost() -> None:
     x = tf.Variable(tf.ones(2, tf.float64))
     islands = Outer([x], keras.optimizers.SGD(1.0), 1)

@@ -140,6 +140,23 @@ def test_keras_optimizers_run_at_the_boundary_alone_on_the_mean_itself(name: str
         np.testing.assert_array_equal(copy, alone.numpy(), strict=True)
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, keras.optimizers.LossScaleOptimizer])
+def test_an_optimizer_of_other_variables_is_refused(wrap: Any) -> None:
+    inner, w, other = keras.optimizers.Adam(0.125), tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3))
+    inner.build([w])
+    message = r"^AccumulatedStep: leaf \[1\]: expected an optimizer that is not built, or built with this variable"
+    with pytest.raises(gc.GradCombineError, match=message):
+        AccumulatedStep(given, [w, other], wrap(inner), every=2)
+
+
+def test_an_optimizer_may_have_more_variables() -> None:
+    """As in Keras, for instance if some are frozen now."""
+    optimizer, w = keras.optimizers.SGD(1.0), tf.Variable(tf.ones(3))
+    optimizer.build([tf.Variable(1.0), w])
+    feed(tf.distribute.get_strategy(), AccumulatedStep(given, [w], optimizer, every=2), range(2))
+    np.testing.assert_array_equal(w.numpy(), 1 - exact_mean(1, range(2)), strict=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("size", [pytest.param(1, marks=FULL), 2])
 def test_mean_of_300_bfloat16_ones_is_1(size: int) -> None:
