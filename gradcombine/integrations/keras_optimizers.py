@@ -25,6 +25,14 @@ def _nested(optimizer: Any) -> list[Any]:
     return [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]
 
 
+def require_each_once(variables: Sequence[Any]) -> None:
+    """Raises for a variable that is listed twice."""
+    positions: dict[int, int] = {}
+    for i, x in enumerate(variables):
+        if (first := positions.setdefault(id(x), i)) != i:
+            raise invalid("each variable once", f"that of [{first}] again", f"[{i}]")
+
+
 def require_built_with(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raises for a variable that a built optimizer, or all optimizers inside it, were not built with."""
     for i, x in enumerate(variables):

@@ -22,7 +22,7 @@ from gradcombine.errors import (
     shown,
     translate_errors,
 )
-from gradcombine.integrations.keras_optimizers import require_not_accumulating
+from gradcombine.integrations.keras_optimizers import require_each_once, require_not_accumulating
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import DType, Leaf, Precision, Scalar, Tree
 from gradcombine.wires import Wire
@@ -36,14 +36,12 @@ def require_jax(method: str) -> None:
 def require_variables(variables: object) -> list[Any]:
     """Returns a list of the variables; raises for other objects, and for a variable that is listed twice."""
     items = require_items("a list of variables", variables)
-    positions: dict[int, int] = {}
     kind = keras.Variable if keras.backend.backend() == "jax" else object  # on TensorFlow also a tf.Variable
     for i, x in enumerate(items):
         has_value = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
         if not (has_value and isinstance(x, kind)):
             raise invalid("a variable", shown(x), f"[{i}]")
-        if (first := positions.setdefault(id(x), i)) != i:
-            raise invalid("each variable once", f"that of [{first}] again", f"[{i}]")
+    require_each_once(items)
     return items
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from gradcombine import reductions, tree
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import invalid, operation, require_equal, require_items, shown, within
-from gradcombine.integrations.keras_optimizers import require_built_with
+from gradcombine.integrations.keras_optimizers import require_built_with, require_each_once
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
@@ -64,7 +64,7 @@ class AccumulatedStep(WithSeen):
         called in replica context. Gradients: one per variable, of its shape and dtype, averaged over the microbatch and
         not yet combined over replicas; None for "no gradient"; tf.IndexedSlices become dense. Weight: a finite,
         nonnegative scalar; a microbatch of weight 0 adds nothing. Outputs: any structure of tensors.
-      variables: tf.Variables or Keras variables, created under the strategy in scope.
+      variables: tf.Variables or Keras variables, each once, created under the strategy in scope.
       apply: a Keras optimizer, built here if necessary, or with these variables (more are left alone); or a function
         ``apply(gradients, variables)``, called in cross-replica context with tensors that are identical on all
         replicas. As in Keras, variables that have never had a gradient are left out: neither they nor their slots
@@ -155,6 +155,7 @@ class AccumulatedStep(WithSeen):
         self._window = Window(reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
         targets = require_items("a list of variables", variables)
+        require_each_once(targets)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
         # In a closure: tf.Module would wrap a list, and cannot save Keras variables.

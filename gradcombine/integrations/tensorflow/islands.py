@@ -13,7 +13,7 @@ import tensorflow as tf
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import invalid, operation, require_given, require_integer, require_items, shown
-from gradcombine.integrations.keras_optimizers import require_built_with, require_unscaled
+from gradcombine.integrations.keras_optimizers import require_built_with, require_each_once, require_unscaled
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
@@ -60,7 +60,8 @@ class Outer(tf.Module):
     replicas, which exchange nothing between boundaries.
 
     Args:
-      variables: the outer parameters: floating tf.Variables or Keras variables, created under the strategy in scope.
+      variables: the outer parameters: floating tf.Variables or Keras variables, each once, created under the strategy
+        in scope.
       optimizer: a Keras optimizer, built here if necessary. With a list of F optimizers the variables are divided into
         F fragments of entire variables and roughly equal size in bytes, one for each optimizer. One fragment is
         exchanged every H / F steps, in turn, so that an exchange sends 1 / F of the bytes. None has a loss scale.
@@ -121,6 +122,7 @@ class Outer(tf.Module):
         self._every = require_integer(f"{max(count, 1)} steps or more, one for each fragment", every, max(count, 1))
         require_same_length(self._strategy, self._every)
         targets = require_items("a list of variables", variables)
+        require_each_once(targets)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
             dtype = tf.as_dtype(target.dtype)

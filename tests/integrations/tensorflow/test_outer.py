@@ -225,6 +225,12 @@ def test_an_optimizer_of_other_variables_is_refused() -> None:
         Outer([variable()], optimizer, 2)
 
 
+def test_a_variable_that_is_listed_twice_is_refused() -> None:
+    x = variable()
+    with pytest.raises(GradCombineError, match=r"^Outer: leaf \[1\]: expected each variable once, received that of \["):
+        Outer([x, x], nesterov(), 2)
+
+
 def test_small_steps_in_float64_are_not_lost() -> None:
     x = tf.Variable(tf.ones(2, tf.float64))
     islands = Outer([x], keras.optimizers.SGD(1.0), 1)

@@ -140,6 +140,14 @@ def test_keras_optimizers_run_at_the_boundary_alone_on_the_mean_itself(name: str
         np.testing.assert_array_equal(copy, alone.numpy(), strict=True)
 
 
+def test_a_variable_that_is_listed_twice_is_refused() -> None:
+    """Tied weights, of which two layers list one: both gradients would be applied, each of them the total."""
+    w, b = tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3))
+    message = r"^AccumulatedStep: leaf \[2\]: expected each variable once, received that of \[0\] again"
+    with pytest.raises(gc.GradCombineError, match=message):
+        AccumulatedStep(given, [w, b, w], keras.optimizers.SGD(1.0), every=2)
+
+
 @pytest.mark.parametrize("wrap", [lambda x: x, keras.optimizers.LossScaleOptimizer])
 def test_an_optimizer_of_other_variables_is_refused(wrap: Any) -> None:
     inner, w, other = keras.optimizers.Adam(0.125), tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3))
