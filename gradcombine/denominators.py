@@ -47,7 +47,7 @@ class Terms:
         """Splits the `Ratio` of each term into terms and weights by denominator; returns other inputs unchanged.
 
         Raises:
-          GradCombineError: for weights in addition to ratios, and for different values of one denominator.
+          GradCombineError: for weights in addition to ratios, and for invalid or different values of one denominator.
         """
         terms = list(cast("Mapping[Any, Any]", received).values()) if isinstance(received, Mapping) else []
         if not any(isinstance(x, Ratio) for x in terms):
@@ -57,6 +57,7 @@ class Terms:
         for term, value in ratios.items():
             value = require_type("a Ratio of each term", value, Ratio, f"[{term!r}]")
             name, denominator = self.over[term], value.denominator
+            _check_weight(name, denominator)
             known = [_known(x) for x in (denominators.setdefault(name, denominator), denominator)]
             if None not in known:
                 expected = f"the denominator {{}}, as in other terms over {name!r}"
@@ -82,8 +83,7 @@ class Terms:
         """Returns the weights of one microbatch, or the totals of a window, by denominator; raises for invalid ones."""
         weights = self.named(what, received)
         for name, weight in weights.items():
-            with within(f"[{name!r}]"):
-                parse(resolve([] if owner(weight) is None else [weight]), weight)
+            _check_weight(name, weight)
         return weights
 
     def summed(self, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -171,6 +171,12 @@ class Terms:
     def named(self, what: str, received: Tree) -> dict[str, Tree]:
         """Returns a dict with one value per denominator; raises for other names and for other types."""
         return _named(what, self.denominators, received)
+
+
+def _check_weight(name: str, weight: Scalar) -> None:
+    """Raises for an invalid weight of the denominator with this name."""
+    with within(f"[{name!r}]"):
+        parse(resolve([] if owner(weight) is None else [weight]), weight)
 
 
 def _known(number: Scalar) -> float | None:

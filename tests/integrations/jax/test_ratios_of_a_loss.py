@@ -128,6 +128,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda w, x, m: {"ce": Ratio(w, 1), "norm": Ratio(w, 2), "seq": Ratio(w, 1)},
         "leaf ['norm']: expected the denominator 1.0, as in other terms over 'tokens', received 2.0",
     ),
+    "a count that is no scalar": (
+        lambda w, x, m: {"ce": Ratio(w, np.array([3])), "norm": Ratio(w, 3), "seq": Ratio(w, 1)},
+        "leaf ['tokens']: expected a weight of shape (), received one of shape (1,)",
+    ),
+    "a traced one of a later term": (
+        lambda w, x, m: {"ce": Ratio(w, m.sum()), "norm": Ratio(w, m[:1, 0]), "seq": Ratio(w, 1)},
+        "leaf ['tokens']: expected a weight of shape (), received one of shape (1,)",
+    ),
+    "a text": (
+        lambda w, x, m: {"ce": Ratio(w, "three"), "norm": Ratio(w, 3), "seq": Ratio(w, 1)},
+        "leaf ['tokens']: expected a finite weight that is not negative, received str",
+    ),
 }
 
 

@@ -206,6 +206,10 @@ def test_refused() -> None:
         (lambda: step(lambda x, mask: ({"ce": w}, {}))(x, mask), "leaf ['z']: expected a value of each term"),
         (lambda: step(lambda x, mask: w)(x, mask), "a Ratio of each term, (values, weights) or (values, weights, outp"),
         (lambda: step(lambda x, mask: dict.fromkeys(TERMS, w * 1))(x, mask), "expected a weight of each denominator"),
+        (
+            lambda: step(lambda x, mask: {term: Ratio(w * 1, tf.shape(x)[:1]) for term in TERMS})(x, mask),
+            "leaf ['tokens']: expected a weight of shape (), received one of shape (1,)",
+        ),
     ]
     for call, message in refused:
         with pytest.raises(gc.GradCombineError) as caught:
