@@ -21,7 +21,7 @@ import keras
 import numpy as np
 from keras.src.backend import get_keras_mask  # no public function returns the mask of a JAX array
 
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import invalid, operation, translate_errors
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.types import Array, Scalar, Tree
@@ -38,13 +38,14 @@ def examples(x: Tree, y: Tree) -> Any:
     """Number of labels in a batch, or of inputs without labels; on TensorFlow a tensor if the shape is not static.
 
     Raises:
-      GradCombineError: for arrays of different lengths; scalars have none.
+      GradCombineError: for arrays of different lengths, or of unknown rank; scalars have none.
     """
     labels, inputs = ([leaf for leaf in keras.tree.flatten(part) if leaf is not None] for part in (y, x))
-    arrays = [leaf for leaf in labels or inputs if len(leaf.shape)]
+    expected = "arrays with one number of examples, or an override of microbatch_weight (WeightedTrainStep)"
+    with translate_errors(expected, ValueError, received="an array of unknown rank", path="batch"):
+        arrays = [leaf for leaf in labels or inputs if len(leaf.shape)]
     lengths = {leaf.shape[0] for leaf in arrays}
     if len(lengths) != 1:
-        expected = "arrays with one number of examples, or an override of microbatch_weight (WeightedTrainStep)"
         raise invalid(expected, f"lengths {', '.join(sorted(map(str, lengths))) or 'of scalars'}", "batch")
     shape: Any = keras.ops.shape(arrays[0])
     return shape[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,22 @@ def test_the_end_of_data_of_unknown_size_is_no_microbatch(size: int, every: int)
     model = fitted(Accumulate(sgd(), every), size, callbacks=[FlushAtEpochEnd()])
     assert bits(model.weights) == bits(large.weights)
     assert int(model.optimizer.iterations) == 2
+
+
+class OfAnyRank(Plain):
+    """A model with a loss for labels of any rank, which Keras' own losses refuse."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(y_pred - keras.ops.reshape(y, (-1, 1))))
+
+
+def test_labels_of_unknown_rank_have_no_number_of_examples() -> None:
+    """In TensorFlow; the arrays that JAX gets have a shape."""
+    specs = tf.TensorSpec((None, 2)), tf.TensorSpec(None)
+    data = tf.data.Dataset.from_generator(lambda: [(X[:4], Y[:4]), (X[4:8], Y[4:8])], output_signature=specs)
+    data = data.apply(tf.data.experimental.assert_cardinality(2))
+    model = linear(Accumulate(sgd(), 2), OfAnyRank)
+    message = r"^Accumulate: leaf batch: expected arrays with one number .* received an array of unknown rank$"
+    with nullcontext() if ON_JAX else pytest.raises(GradCombineError, match=message):
+        model.fit(data, shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd()])
+    assert int(model.optimizer.iterations) == ON_JAX
