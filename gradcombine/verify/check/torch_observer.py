@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # pyright: ignore[reportMissingImports]
 from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
 
 from gradcombine import tree
@@ -82,8 +83,25 @@ class Observer(TorchDispatchMode):
                 if self._clips_once:
                     p.register_hook(lambda _, p=p: before_accumulated(p))
 
-    def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Hook that runs before each optimizer step; returns its arguments if a closure computes the gradients."""
+    @contextmanager
+    def before_optimizer_steps(self) -> Iterator[None]:
+        """Context in which `_on_optimizer_step` runs before each optimizer step, after the optimizer's own hooks."""
+        last = dict[Any, Any]()
+
+        def first(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if optimizer in last:
+                last[optimizer].remove()
+            last[optimizer] = optimizer.register_step_pre_hook(self._on_optimizer_step)
+
+        try:
+            with register_optimizer_step_pre_hook(first):
+                yield
+        finally:
+            for handle in last.values():
+                handle.remove()
+
+    def _on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of an optimizer step if a closure computes the gradients."""
         self.updates += 1
         groups = optimizer.param_groups
         for group, imposed in zip(groups, next(self._imposed, ()), strict=False):

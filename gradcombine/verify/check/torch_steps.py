@@ -8,17 +8,18 @@ numbers in each run. In float64, make_step is called again, and every operation 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from torch.optim.optimizer import register_optimizer_step_pre_hook  # pyright: ignore[reportMissingImports]
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
@@ -32,8 +33,8 @@ from gradcombine.verify.check.torch_observer import (
     Observer,
     arrays_of,
     dense,
-    each,
     tensor_of,
+    tensors_in,
     tensors_of,
     to_wide,
 )
@@ -112,7 +113,7 @@ class TorchStep:
                 p.grad = left[name]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng())
-            stack.enter_context(register_optimizer_step_pre_hook(observed.on_optimizer_step))
+            stack.enter_context(observed.before_optimizer_steps())
             if wide or observer is not None:  # compiled modules do not support a dispatch mode
                 stack.enter_context(observed)
                 observed.watch(p for named in tensors for p in named.values())
@@ -154,9 +155,11 @@ class TorchStep:
         for x, y in zip(like, leaves, strict=True):
             for p, q in zip(tensors_of(x).values(), tensors_of(y).values(), strict=True):
                 _add_attributes(p, q, copies)
+        # The originals that a copy keeps alive; attributes that are copied add to them.
+        for x in copies.get(id(copies), ()):
+            if isinstance(x, torch.optim.Optimizer):
+                _add_to_optimizer(x, copies[id(x)], copies, wide)
         for x in leaves:
-            if wide and isinstance(x, torch.optim.Optimizer):
-                x.state.update({p: each(to_wide, state) for p, state in x.state.items()})
             if isinstance(x, torch.optim.lr_scheduler.LRScheduler):
                 # It would warn that the copy of its optimizer does not count steps.
                 counted: Any = partial(x.optimizer.step)
@@ -263,6 +266,44 @@ def _add_attributes(tensor: Any, new: Any, copies: dict[int, Any]) -> None:
         new.register_hook(hook)
     for hook in (tensor._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
+
+
+def _add_to_optimizer(optimizer: Any, new: Any, copies: dict[int, Any], wide: bool) -> None:
+    """Adds the hooks of steps and the attributes of an optimizer to its copy, as copy.deepcopy does not; widens them.
+
+    Raises:
+      GradCombineError: for a step that is not that of the class: a function that would change the original.
+    """
+    for name, value in list(vars(optimizer).items()):
+        if name == "step":
+            # A learning rate scheduler wraps the step of the class, to count the calls.
+            counted = hasattr(value, "_wrapped_by_lr_sched")
+            if not counted or getattr(value, "__wrapped__", None) is not type(optimizer).step:
+                expected = "optimizers whose step is that of their class, because copies run it (hooks are kept)"
+                raise invalid(expected, f"{type(optimizer).__name__} with another one")
+        elif name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            vars(new)[name] = type(value)((key, _hook(hook, copies)) for key, hook in value.items())
+        elif name not in vars(new):
+            vars(new)[name] = copy.deepcopy(value, copies)
+    for x in tensors_in(vars(new)) if wide else ():
+        x.data = to_wide(x.data)
+
+
+def _hook(hook: Any, copies: dict[int, Any]) -> Any:
+    """Returns a hook of an optimizer for its copy: bound to the copy if it is a method of an original.
+
+    Raises:
+      GradCombineError: for a function with a variable that is an original, which it would change instead of the copy.
+    """
+    if isinstance(hook, MethodType):
+        return MethodType(hook.__func__, copies.get(id(hook.__self__), hook.__self__))
+    if isinstance(hook, FunctionType):
+        variables = inspect.getclosurevars(hook)
+        used = [name for name, x in {**variables.globals, **variables.nonlocals}.items() if id(x) in copies]
+        if used:
+            expected = "hooks of optimizers that use the optimizer they receive, because they run on copies"
+            raise invalid(expected, f"{hook.__name__}, which uses the variable {used[0]}")
+    return hook
 
 
 def _fill(x: Any, values: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gradcombine import GradCombineError
 from gradcombine.verify import Cause, check_step
 
 ROWS = 8
@@ -72,6 +73,115 @@ def test_hooks_and_attributes_of_parameters_are_kept(register: str) -> None:
     each = clip_tagged if register == "tag" else lambda model: None
     assert not check_step(partial(window, each=each), model, BATCH, returns="params").passes
     assert check_step(partial(window, each=each), net(), BATCH, returns="params").passes
+
+
+class Divides(torch.optim.SGD):
+    """Divides gradients by `divisor` before each step, in a hook that is one of its methods."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1)
+        self.divisor = 1
+        self.register_step_pre_hook(self.divide)
+
+    def divide(self, *_: Any) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.grad /= self.divisor
+
+
+class Outer(torch.optim.Optimizer):
+    """Has another optimizer as an attribute, and a number that its class does not save."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = Divides(self.param_groups)
+
+    @property
+    def divisor(self) -> int:
+        return self.inner.divisor
+
+    @divisor.setter
+    def divisor(self, value: int) -> None:
+        self.inner.divisor = value
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def with_optimizer(k: int, total: Any = ROWS, divides: bool = False) -> Any:
+    """Calls the optimizer of the parameters, which may divide the gradients by k."""
+
+    def step(params: Any, batch: Any) -> None:
+        model, optimizer = params
+        optimizer.divisor = k if divides else 1
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            pairs = zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True)
+            losses = [((model(x)[:, 0] - y) ** 2).sum() / (total or len(x)) for x, y in pairs]
+            torch.stack(losses).sum().backward()
+            return torch.stack(losses).sum()
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("make", [Divides, Outer])
+@pytest.mark.parametrize(
+    ("total", "divides", "cause"),
+    [(ROWS, False, None), (0, True, None), (0, False, Cause.SUM), (ROWS, True, Cause.SCALED)],
+)
+def test_hooks_of_optimizers_are_kept(make: Any, total: int, divides: bool, cause: Cause | None) -> None:
+    """Gradients are those that the hooks leave."""
+    model = net()
+    make_step = partial(with_optimizer, total=total, divides=divides)
+    report = check_step(make_step, (model, make(model.parameters())), BATCH, returns="params")
+    assert report.cause is cause and report.passes is (cause is None), report
+
+
+def test_a_hook_after_each_step_is_kept() -> None:
+    def decay(optimizer: Any, *_: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.data.mul_(0.99**optimizer.divisor)
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(decay)
+    right, wrong = (
+        check_step(partial(with_optimizer, divides=x), (model, optimizer), BATCH, returns="params")
+        for x in (False, True)
+    )
+    assert right.passes, right
+    assert wrong.cause is Cause.ADDED, wrong
+
+
+@pytest.mark.parametrize(("total", "cause"), [(ROWS, None), (0, Cause.SUM)])
+def test_attributes_of_optimizers_are_kept(total: int, cause: Cause | None) -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=1)
+    report = check_step(partial(with_optimizer, total=total), (model, optimizer), BATCH, returns="params")
+    assert report.cause is cause and report.passes is (cause is None), report
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_what_would_change_the_original_optimizer_is_refused(scheduled: bool) -> None:
+    model = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 30)
+        assert check_step(with_optimizer, (model, optimizer), BATCH, returns="params").passes
+    handle = optimizer.register_step_pre_hook(lambda *_: clip(model))
+    with pytest.raises(GradCombineError, match=r"use the optimizer they receive.* uses the variable model"):
+        check_step(with_optimizer, (model, optimizer), BATCH, returns="params")
+    handle.remove()
+    of_class = optimizer.step
+    optimizer.step = lambda: (clip(model), of_class())
+    with pytest.raises(GradCombineError, match=r"step is that of their class.*received SGD with another one"):
+        check_step(with_optimizer, (model, optimizer), BATCH, returns="params")
 
 
 CLIPPED: dict[str, Callable[[Any], object]] = {
