@@ -253,7 +253,10 @@ def _narrow(x: Any) -> Any:
 
 # --- additions in a narrow dtype ---
 
-SUMS = {f"{prefix}{name}{suffix}" for prefix in ("", "_foreach_") for name in ("add", "sub") for suffix in ("", "_")}
+_EACH = "add", "sub", "lerp", "addcmul", "addcdiv"
+_NAMES = *_EACH, *(f"_foreach_{name}" for name in _EACH), "index_add", "scatter_add"
+SUMS = {f"{name}{suffix}" for name in _NAMES for suffix in ("", "_")}
+SUMS |= {f"{name}_" for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")}  # layers call those that return
 NARROW = torch.float16, torch.bfloat16
 
 

@@ -13,6 +13,7 @@ from gradcombine.verify import Cause, check_step
 
 NARROW = torch.bfloat16
 torch.manual_seed(0)
+ONE = torch.ones(())
 BATCH = {"x": torch.randn(8, 5), "y": torch.randn(8)}
 
 
@@ -62,7 +63,21 @@ ADDED: dict[str, Callable[[Any, Any], Any]] = {
         total, [g.to(a.dtype) for a, g in zip(total, grads, strict=True)]
     ),
     "in one buffer": in_flat,
+    "as products": lambda total, grads: [
+        a.addcmul_(g.to(a.dtype), ONE.to(a.dtype)) for a, g in zip(total, grads, strict=True)
+    ],
+    "as quotients, at once": lambda total, grads: torch._foreach_addcdiv(
+        total, [g.to(a.dtype) for a, g in zip(total, grads, strict=True)], [ONE.to(a.dtype) for a in total]
+    ),
+    "by index": lambda total, grads: [
+        a.index_add_(0, torch.arange(len(a)), g.to(a.dtype)) for a, g in zip(total, grads, strict=True)
+    ],
+    "by matrix products": lambda total, grads: [
+        a.view(1, -1).addmm_(ONE.to(a.dtype).view(1, 1), g.to(a.dtype).view(1, -1)).view_as(a)
+        for a, g in zip(total, grads, strict=True)
+    ],
 }
+MEAN = "as a running mean"
 
 
 def accumulates(k: int, how: str, dtype: Any) -> Any:
@@ -72,8 +87,12 @@ def accumulates(k: int, how: str, dtype: Any) -> Any:
         total: Any = [torch.zeros_like(p, dtype=dtype) for p in params]
         if how == "in one buffer":
             total = torch.zeros(sum(p.numel() for p in params), dtype=dtype)
-        for x, y in parts(batch, k):
-            total = ADDED[how](total, gradients(model, x, y, k))
+        for i, (x, y) in enumerate(parts(batch, k)):
+            if how == MEAN:
+                grads = gradients(model, x, y, 1)
+                total = [a.lerp_(g.to(a.dtype), 1 / (i + 1)) for a, g in zip(total, grads, strict=True)]
+            else:
+                total = ADDED[how](total, gradients(model, x, y, k))
         if how == "in one buffer":
             total = [x.view_as(p) for x, p in zip(total.split([p.numel() for p in params]), params, strict=True)]
         for p, a in zip(params, total, strict=True):
@@ -83,7 +102,7 @@ def accumulates(k: int, how: str, dtype: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("how", ADDED)
+@pytest.mark.parametrize("how", [*ADDED, MEAN])
 @pytest.mark.parametrize("dtype", [NARROW, torch.float32])
 def test_accumulators_beside_autocast(how: str, dtype: Any) -> None:
     model = net()
@@ -142,3 +161,28 @@ def test_an_update_whose_gradient_is_rounding_is_no_defect(seed: int) -> None:
     batch = {"x": torch.randn(16, 6), "y": torch.randint(0, 4, (16,))}
     report = check_step(make_step, (model, torch.optim.AdamW(model.parameters())), batch, returns="params")
     assert report.passes, str(report)
+
+
+def test_narrow_averages_of_each_update_are_not_those_of_gradients() -> None:
+    """A momentum and an average of the parameters in bfloat16, by `lerp_` and `addcmul_` once per window."""
+
+    def make_step(k: int) -> Any:
+        def step(arguments: Any, batch: Any) -> Any:
+            model, momenta, averages = arguments
+            params = [*model.parameters()]
+            for x, y in parts(batch, k):
+                for p, g in zip(params, gradients(model, x, y, k), strict=True):
+                    p.grad = g if p.grad is None else p.grad + g
+            with torch.no_grad():
+                for p, m, average in zip(params, momenta, averages, strict=True):
+                    m.lerp_(p.grad.to(NARROW), 0.1)
+                    p -= 0.01 * m.float()
+                    average.lerp_(p.to(NARROW), 0.1).addcmul_(m, m)
+            return model, momenta, averages
+
+        return step
+
+    model = net()
+    zeros = [[torch.zeros_like(p, dtype=NARROW) for p in model.parameters()] for _ in range(2)]
+    report = check_step(make_step, (model, *zeros), BATCH, returns="params")
+    assert report.cause is None and report.passes, str(report)
