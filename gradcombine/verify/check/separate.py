@@ -22,7 +22,8 @@ def candidate_weights(
     """Returns plausible weights of microbatches, then those that fit the division's result in these leaves."""
     candidates = case.weights_of(pieces)
     fitted = case.standard.fit(case.result.floats, floats, case.wide, leaves)
-    if fitted is not None and abs(fitted.sum() - 1) < SAME:
+    # Negative weights fit the signs of an optimizer's first step by chance.
+    if fitted is not None and abs(fitted.sum() - 1) < SAME and fitted.min() > -SAME:
         candidates.append(fitted / fitted.sum())
     return candidates
 
@@ -52,7 +53,7 @@ def _of_microbatches(
         cause = Cause.NOT_EXCHANGED if kept in case.on_devices else Cause.LOST
         return cause, f"examples {numbers(lost)} are missing"
     best = standard.best.floats
-    results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], standard.gradients
+    results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], _gradients(standard)
     for some in (leaves, *([i] for i in leaves if best[i].size > 1)):
         if bound := clip_bound(standard, results, some):
             return Cause.CHANGED_BEFORE, f"several microbatches or examples have {bound}"
@@ -76,13 +77,18 @@ def _of_microbatches(
     return Cause.STATISTICS, text
 
 
+def _gradients(standard: Standard) -> list[int]:
+    """Leaves that are gradients at an optimizer, if it was observed: the sizes of Adam's first updates are equal."""
+    return standard.observed or standard.gradients
+
+
 def _weights_in_one_batch(case: Case, pieces: Sequence[Rows], floats: Sequence[Floats]) -> np.ndarray | None:
     """Weights, not all equal, with which one batch combines the microbatches' results.
 
     None if there are none, as with statistics, which couple the examples of one batch.
     """
     standard = case.standard
-    wide, best, leaves = standard.wide is not None, standard.best.floats, standard.gradients
+    wide, best, leaves = standard.wide is not None, standard.best.floats, _gradients(standard)
     fitted = standard.fit(best, floats, wide, leaves)
     for x in case.weights_of(pieces) if fitted is None else [fitted]:
         shares = standard.shares(best, combined(x, floats), wide, sides=3)[leaves]

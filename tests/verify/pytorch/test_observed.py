@@ -264,6 +264,39 @@ def test_gradients_that_are_0_at_the_start_are_compared_elsewhere(right: bool) -
     assert right or report.faults[0].run == "2 microbatches at perturbed parameters"
 
 
+class LowRank(torch.nn.Module):
+    """Trains two factors, of which the second one starts at 0, so Adam's first update of it has one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = net().requires_grad_(False)
+        self.down, self.up = torch.nn.Parameter(torch.randn(5, 2)), torch.nn.Parameter(torch.zeros(2, 1))
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + x @ self.down @ self.up
+
+
+@pytest.mark.parametrize(("seed", "k"), [(0, 4), (3, 2), (4, 2), (6, 4)])
+def test_the_size_of_adams_first_update_is_not_that_of_clipping(seed: int, k: int) -> None:
+    """Nor do its signs show that examples are missing, or statistics of the microbatches."""
+
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            optimizer = torch.optim.AdamW([model.down, model.up], 1e-2)
+            for x, y in zip(batch["x"].split(-(-11 // k)), batch["y"].split(-(-11 // k)), strict=True):
+                (((model(x)[:, 0] - y) ** 2).mean() / k).backward()
+            optimizer.step()
+
+        return step
+
+    torch.manual_seed(2)
+    model = LowRank()
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(11, 5), "y": torch.randn(11)}
+    report = check_step(make_step, model, batch, returns="params", microbatches=(k,))
+    assert report.cause is Cause.MEAN_OF_MEANS, report
+
+
 def cleared(clip_each: Callable[[Any], object], k: int) -> Any:
     """Clips the sum of the gradients so far, and clears it in place for the next window."""
 
