@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+from torch.nn.parameter import is_lazy  # pyright: ignore[reportMissingImports]
 
 from gradcombine import tree
 from gradcombine.errors import GradCombineError, invalid
@@ -25,7 +26,7 @@ from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
 from gradcombine.verify.check.leaves import ZERO, flattened, is_torch, widened
 from gradcombine.verify.check.measure import FLOAT32_UNIT, OBSERVED, Measured
-from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject, line
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.torch_observer import (
     CLIPPING,
@@ -47,6 +48,11 @@ def as_arrays(
     settings = dict(settings)
     if not any(is_torch(x) for x in [*flattened(params)[0], *flattened(batch)[0]]):
         return make_step, params, batch, settings
+    leaves, structure = flattened(params)
+    for path, x in zip(structure.paths(), leaves, strict=True):
+        if isinstance(x, torch.nn.Module) and any(map(is_lazy, [*x.parameters(), *x.buffers()])):
+            expected = "initialized modules: call lazy ones on one example first"
+            raise invalid(expected, f"{type(x).__name__} with uninitialized parameters", path)
     for name, arguments in (("terms", (params, batch)), ("reference", (params, batch)), ("pad", (batch, 0))):
         value = settings.get(name)
         settings[name] = (
@@ -150,7 +156,10 @@ class TorchStep:
         values = [*params, *tree.split_as(self._like[1][1], batch)]
         # Copied together, because optimizers hold the parameters of modules.
         like, copies = [*self._like[0][0], *self._like[1][0]], dict[int, Any]()
-        leaves = copy.deepcopy(like, copies)
+        paths, leaves = [*self._like[0][1].paths(), *self._like[1][1].paths()], list[Any]()
+        for path, x in zip(paths, like, strict=True):
+            with _copying(x, path):
+                leaves.append(copy.deepcopy(x, copies))
         wide = any([_fill(x, y) for x, y in zip(leaves, values, strict=True)])  # noqa: C419 (each is filled)
         for x, y in zip(like, leaves, strict=True):
             for p, q in zip(tensors_of(x).values(), tensors_of(y).values(), strict=True):
@@ -158,7 +167,8 @@ class TorchStep:
         # The originals that a copy keeps alive; attributes that are copied add to them.
         for x in copies.get(id(copies), ()):
             if isinstance(x, torch.optim.Optimizer):
-                _add_to_optimizer(x, copies[id(x)], copies, wide)
+                with _copying(x, next((path for path, y in zip(paths, like, strict=True) if x is y), "")):
+                    _add_to_optimizer(x, copies[id(x)], copies, wide)
         for x in leaves:
             if isinstance(x, torch.optim.lr_scheduler.LRScheduler):
                 # It would warn that the copy of its optimizer does not count steps.
@@ -266,6 +276,19 @@ def _add_attributes(tensor: Any, new: Any, copies: dict[int, Any]) -> None:
         new.register_hook(hook)
     for hook in (tensor._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
+
+
+@contextmanager
+def _copying(x: Any, path: str) -> Iterator[None]:
+    """Names an object that cannot be copied, or its path."""
+    try:
+        yield
+    except GradCombineError as error:
+        error.within(path)
+        raise
+    except Exception as error:  # an object of the user's may raise anything
+        expected = "objects that copy.deepcopy copies, because each run gets copies"
+        raise invalid(expected, f"{type(x).__name__}, {type(error).__name__}: {line(error)}", path) from error
 
 
 def _add_to_optimizer(optimizer: Any, new: Any, copies: dict[int, Any], wide: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
+from gradcombine import GradCombineError
 from gradcombine.verify import Cause, Verdict, check_step
 
 WORDS, ROWS, LENGTH = 16, 8, 7
@@ -488,6 +490,33 @@ def test_parameters_that_are_given_stay_as_they_are() -> None:
     before = {name: x.clone() for name, x in params[0].state_dict().items()}
     assert check_step(held, params, BATCH, returns="params").passes
     assert all(torch.equal(x, before[name]) for name, x in params[0].state_dict().items())
+
+
+class Locked(Net):
+    """Has an attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_modules_that_cannot_be_copied_are_named() -> None:
+    computed: Any = Net()
+    computed.last = 2 * computed.out.weight  # as the old weight_norm does in a forward pass
+    for module, received in ((Locked(), "Locked, TypeError: .*lock"), (computed, "Net, RuntimeError: Only Tensors")):
+        with pytest.raises(GradCombineError, match=rf"check_step: leaf \['m'\]: .*copy.deepcopy.* received {received}"):
+            check_step(window(), {"m": module}, BATCH, returns="params")
+    optimizer: Any = OPTIMIZERS["momentum"](Net().parameters())
+    optimizer.lock = threading.Lock()
+    with pytest.raises(GradCombineError, match=r"leaf \['o'\]: .*copy.deepcopy.* received SGD, TypeError: .*lock"):
+        check_step(window(), {"m": Net(), "o": optimizer}, BATCH, returns="params")
+
+
+@pytest.mark.parametrize("lazy", [lambda: torch.nn.LazyLinear(2), lambda: torch.nn.LazyBatchNorm1d(affine=False)])
+def test_modules_that_are_not_initialized_are_named(lazy: Any) -> None:
+    received = rf"leaf \[0\]: expected initialized modules: .* received {type(lazy()).__name__} with uninitialized"
+    with pytest.raises(GradCombineError, match=received):
+        check_step(window(), [lazy()], BATCH)
 
 
 def test_the_listing_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
