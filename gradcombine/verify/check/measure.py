@@ -38,7 +38,7 @@ SAMPLES = 3
 """Number of noise measurements, of which the largest is used."""
 
 AGAIN = 15
-"""That of new parameters of a narrow step that are further apart: Adam enlarges the gradients of single elements."""
+"""Number of further ones for new parameters of narrow steps: Adam enlarges single gradients that are rounding."""
 
 STORED = 2.0**-7
 """Fraction of a parameter's change that rounding of the stored parameter may hide in PyTorch, where float64 is slow."""
