@@ -66,7 +66,8 @@ def has_several(optimizer: Any) -> bool:
 def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
     """Yields a variable and its slots, each with its value after an update with gradients of other variables only.
 
-    ``read`` returns the value of a variable of the built optimizer before the update.
+    After an update that a LossScaleOptimizer skips, none has changed. ``read`` returns the value of a variable of the
+    built optimizer before the update.
     """
     value = after = read(target)
     for one in with_inner(optimizer):

@@ -100,13 +100,15 @@ class JaxWindow(KerasWindow):
                 return run(gradients, values)
 
             def run_masked(values: list[Array]) -> tuple[list[Array], tuple[()]]:
-                """Applies all gradients, then reverts the update of untouched variables and of their slots."""
+                """Applies all gradients, then reverts the update, if not skipped, of untouched variables and slots."""
                 masked = [jnp.where(touched[i], x, 0) if i in unseen else x for i, x in enumerate(gradients)]
                 after, _ = run(masked, values)
+                iterations = positions[id(self._optimizer.iterations)]
+                kept = touched | (after[iterations] == values[iterations])
                 for i in unseen:
                     for x, old in without_update(self._optimizer, self._targets[i], lambda x: values[positions[id(x)]]):
                         position = positions[id(x)]
-                        after[position] = jnp.where(touched[i], after[position], old)
+                        after[position] = jnp.where(kept[i], after[position], old)
                 return after, ()
 
             if present and has_several(self._optimizer):  # Keras raises if an inner optimizer has no gradients

@@ -153,7 +153,9 @@ class Update:
         tf.cond(tf.reduce_all(others_touched), lambda: self.run(merged, all_indices, status), run_partly)
 
     def _run_masked(self, touched: Array, merged: Sequence[Leaf], others: Sequence[int], status: Any) -> None:
-        """Applies all gradients, then reverts the update of untouched variables and of their slots."""
+        """Applies all gradients, then reverts the update, if it was not skipped, of untouched variables and slots."""
+        optimizer = self._optimizer
+        before: Any = None if optimizer is None else tf.convert_to_tensor(optimizer.iterations)
         originals = [
             (i, x, value)
             for i in others
@@ -164,5 +166,7 @@ class Update:
         for i in others:
             masked[i] = self._strategy.run(lambda x, i=i: tf.where(touched[i], x, tf.zeros_like(x)), args=(merged[i],))
         self.run(masked, range(len(self._targets)), status)
+        if optimizer is not None:
+            touched |= tf.equal(tf.convert_to_tensor(optimizer.iterations), before)  # all kept if skipped
         for i, x, value in originals:
             x.assign(tf.where(touched[i], tf.convert_to_tensor(x), value))

@@ -191,6 +191,20 @@ def test_an_average_overwrites_a_variable_whose_gradient_is_none(mode: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_skipped_window_moves_no_average_of_a_variable_whose_gradient_is_none(mode: str) -> None:
+    variables = [keras.Variable(np.float32(1)) for _ in range(3)]
+    averaged = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    optimizer = Accumulate(keras.optimizers.LossScaleOptimizer(averaged, 1.0), 2)
+    step = stepper(optimizer, variables, mode)
+    for first, second in (((1, 1, 1),) * 2, ((1, 1, 1),) * 2, ((np.inf, 1, None), (1, None, None))):
+        step(first)
+        step(second)
+    assert [float(x.numpy()) for x in variables] == [-1] * 3 and int(optimizer.iterations) == 2
+    averages = optimizer.inner_optimizer.inner_optimizer._model_variables_moving_average
+    assert [float(x.numpy()) for x in averages] == [-0.5] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_each_variable_may_have_its_own_optimizer() -> None:
     """As many optimizers as variables; Keras raises for one without gradients, which a compiled step may have."""
     variables = matrix_and_vector()
