@@ -66,8 +66,9 @@ def check_step(
         keyword argument ``devices`` if there are several. ``step(params, batch)`` is the full step, including
         accumulation, all-reduce and compilation, in JAX, TensorFlow, PyTorch or NumPy. It may donate its arguments and
         change modules in place.
-      params: a tree of arrays, and PyTorch modules, optimizers, learning rate schedules and gradient scalers. Floats
-        may have any dtype; other leaves (counters, random keys) are passed unchanged.
+      params: a tree of arrays, and PyTorch modules, optimizers, learning rate schedules and gradient scalers, of which
+        each run gets copies; hooks of an optimizer's steps must use the optimizer that they receive. Floats may have
+        any dtype; other leaves (counters, random keys) are passed unchanged.
       batch: a tree of arrays whose first axis has n examples; scalars apply to all examples. 8 to 64 examples work
         best: each one is then also run alone, as a batch of n copies.
       microbatches, devices: numbers to divide by; all pairs are run.
