@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
+from types import FunctionType
 from typing import Any
 
 from gradcombine import tree
@@ -97,7 +98,7 @@ class Reduction(ABC):
         """Adds the name of the reduction to errors of the methods, and excludes them from AutoGraph."""
         for name in NAMED:
             method = vars(cls).get(name)
-            if method is not None and not hasattr(method, "autograph_info__"):
+            if isinstance(method, FunctionType) and not hasattr(method, "autograph_info__"):
                 setattr(cls, name, operation()(method))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Reduction:
