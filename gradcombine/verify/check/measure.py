@@ -37,8 +37,9 @@ TIMES = 16
 SAMPLES = 3
 """Number of noise measurements, of which the largest is used."""
 
-AGAIN = 15
-"""Number of further ones for new parameters of narrow steps: Adam enlarges single gradients that are rounding."""
+AGAIN, RARE = 15, 4
+"""Number of further ones for new parameters of narrow steps, and the multiple of the noise from which they count: Adam
+enlarges single gradients that are rounding, which few measurements may not show."""
 
 STORED = 2.0**-7
 """Fraction of a parameter's change that rounding of the stored parameter may hide in PyTorch, where float64 is slow."""
@@ -361,7 +362,8 @@ class Measured:
         if self._is_measured_again or not (self.is_narrow and self.subject.returns_params):
             return False
         self._is_measured_again = True
-        more = np.maximum(self._noise(self.wide is not None, samples=AGAIN) - self.noise, 0)
+        noise = self._noise(self.wide is not None, samples=AGAIN)
+        more = np.where(noise > RARE * self.noise, noise - self.noise, 0)
         self.noise = self.noise + more
         self._accurate, self._allowed = self._accurate + TIMES * more, self._allowed + TIMES * more
         self._of_change = self._of_change + TIMES * more
