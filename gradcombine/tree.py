@@ -8,7 +8,6 @@ and tf.nest.
 
 from __future__ import annotations
 
-import builtins
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ class Structure:
     @property
     def keys(self) -> tuple[str, ...]:
         """The path element of each child, for instance ``"['w']"``."""
-        return tuple(builtins.map(self.form.format, self.names))
+        return tuple([self.form.format(name) for name in self.names])
 
     def paths(self, prefix: str = "") -> Iterator[str]:
         """The printable path of each leaf, in the order of `flatten`."""
@@ -333,7 +332,7 @@ def _split_dict(node: dict[Any, Any]) -> Split:
         raise invalid("keys that can be sorted", f"keys of {', '.join(types)}") from None
     make = partial(defaultdict, node.default_factory) if isinstance(node, defaultdict) else cls
     rebuild = partial(_dict_of, make, names, order)
-    return Split(names, tuple(builtins.map(node.__getitem__, names)), rebuild, form="[{!r}]")
+    return Split(names, tuple([node[name] for name in names]), rebuild, form="[{!r}]")
 
 
 def _dict_of(
@@ -343,7 +342,7 @@ def _dict_of(
     by_name = dict(zip(names, children, strict=True))
     if make is dict and names == order:
         return by_name
-    return make(zip(order, builtins.map(by_name.__getitem__, order), strict=True))
+    return make(zip(order, [by_name[name] for name in order], strict=True))
 
 
 def _sorted(names: Iterable[Any]) -> list[Any]:

@@ -35,8 +35,9 @@ def require_each_once(variables: Sequence[Any]) -> None:
 
 def require_built_with(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raises for a variable that a built optimizer, or all optimizers inside it, were not built with."""
+    groups = [optimizer], [one for one in with_inner(optimizer) if not _nested(one)]
     for i, x in enumerate(variables):
-        for group in ([optimizer], [one for one in with_inner(optimizer) if not _nested(one)]):
+        for group in groups:
             if not any(one._var_key(x) in one._trainable_variables_indices for one in group):
                 expected = "an optimizer that is not built, or built with this variable"
                 raise invalid(expected, "one built with others", f"[{i}]")

@@ -142,6 +142,20 @@ def test_accumulators_of_a_wider_dtype(make: Callable[..., gc.Reduction]) -> Non
     assert results and all(x.dtype == np.float32 for x in results)
 
 
+@pytest.mark.parametrize("settings", [{}, {"precision": "compensated"}, {"dtype": "float64"}])
+def test_weights_are_added_in_the_widest_dtype_of_the_contributions(settings: Any) -> None:
+    """Rounded at each addition, whatever the precision and dtype of the values; exact sums add them exactly."""
+    weights = [0.1] * 4000
+    for dtype in (np.float32, np.float64):
+        reduction = gc.reductions.mean(**settings)
+        state = reduction.init(dtype([1]))
+        for weight in weights:
+            state = reduction.update(state, dtype([1]), weight)
+        assert state.weight.dtype == dtype and state.weight == sum(map(dtype, weights), dtype(0))
+    exact_mean = gc.combine(gc.reductions.mean("exact"), [np.float32([1])] * 4000, weights=weights)
+    assert exact_mean.tolist() == [1]
+
+
 @pytest.mark.parametrize("values", [np.int32([1, 2]), np.array([True, False]), np.int8([1])])
 def test_a_mean_of_integers_is_an_error(values: Any) -> None:
     with pytest.raises(gc.GradCombineError, match=r"mean: leaf \['n'\]: expected a dtype that is float or complex"):

@@ -64,7 +64,7 @@ class Outer(tf.Module):
         in scope.
       optimizer: a Keras optimizer, built here if necessary. With a list of F optimizers the variables are divided into
         F fragments of entire variables and roughly equal size in bytes, one for each optimizer. One fragment is
-        exchanged every H / F steps, in turn, so that an exchange sends 1 / F of the bytes. None has a loss scale.
+        exchanged every H / F steps, in turn, so that an exchange sends 1 / F of the bytes. Not with a loss scale.
       every: H, the number of steps between two exchanges of a fragment; F or more.
       reduction: reduction of the differences. None: `gradcombine.reductions.mean`. A ``wire`` sends them in fewer bits.
       order: order of the sum over the islands, as for `gradcombine.all_reduce`.
@@ -75,9 +75,9 @@ class Outer(tf.Module):
       step: int32 scalar variable, the number of steps so far, which determines the schedule.
 
     Raises:
-      GradCombineError: for invalid settings; for variables or an optimizer of another strategy, or an optimizer that
-        was built with other variables; for a strategy without per-replica variables (CentralStorageStrategy) or an
-        asynchronous one; in the methods, for a call inside ``strategy.run``.
+      GradCombineError: for invalid settings; for variables or an optimizer of another strategy, an optimizer that was
+        built with other variables, or one with a loss scale; for a strategy without per-replica variables
+        (CentralStorageStrategy) or an asynchronous one; in the methods, for a call inside ``strategy.run``.
 
     Bits: those of `gradcombine.all_reduce` of the differences in float32: with order ``"tree"`` the same under a
     strategy and in a simulation of the islands on one device by `gradcombine.combine`.

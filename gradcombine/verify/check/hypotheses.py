@@ -165,10 +165,10 @@ def in_order(case: Case) -> Iterator[Prediction]:
     first = list(range(subject.examples // k if subject.examples % k == 0 else 1))
     result = standard.tried(case.split, subject.rows(first * (k * case.split.devices)), case.wide)
     for other in (x for x in (ONE_BATCH, Split(2), Split(k + 1)) if x.microbatches != k):
+        if result is None:  # as of a step for one size of the batch
+            break
         copies = standard.tried(other, subject.rows(first * other.microbatches), case.wide)
-        if result is None or copies is None:  # as of a step for one size of the batch
-            continue
-        if standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
+        if copies is not None and standard.shares(result.floats, copies.floats, case.wide).max() <= 1:
             text = f"{k} copies of a microbatch and {other.microbatches} draw the same random numbers"
             yield Prediction(Cause.KEY, text)
     yield Prediction(Cause.RANDOM, "such divisions cannot be compared; with a random key per example they can")

@@ -38,8 +38,8 @@ SAMPLES = 3
 """Number of noise measurements, of which the largest is used."""
 
 AGAIN, RARE = 15, 4
-"""Number of further ones for new parameters of narrow steps, and the multiple of the noise from which they count: Adam
-enlarges single gradients that are rounding, which few measurements may not show."""
+"""Number of samples of a second measurement, for new parameters of narrow steps, and the multiple of the noise from
+which it counts: Adam enlarges single gradients that are rounding, which few samples may not show."""
 
 STORED = 2.0**-7
 """Fraction of a parameter's change that rounding of the stored parameter may hide in PyTorch, where float64 is slow."""
@@ -358,7 +358,7 @@ class Measured:
             yield self.subject.run(ONE_BATCH, self.subject.batch, wide, noise=of_params, batch_noise=of_batch)
 
     def _measured_again(self) -> bool:
-        """Measures the noise of a narrow step's new parameters `AGAIN`, once; returns whether it is larger."""
+        """Measures the noise of a narrow step's new parameters again, once; returns whether this raises the bounds."""
         if self._is_measured_again or not (self.is_narrow and self.subject.returns_params):
             return False
         self._is_measured_again = True
