@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -25,15 +25,17 @@ TX = {"adamw": optax.adamw(0.1), "sgd": optax.sgd(0.1)}
 CLIP = optax.clip_by_global_norm(0.05)
 
 
+@cache
 def warm(tx: Any) -> Any:
     """Optimizer state after three updates."""
     rng, state = np.random.default_rng(5), tx.init(PARAMS)
     for _ in range(3):
         grads = jax.tree.map(lambda x: (0.01 * rng.normal(size=x.shape)).astype(np.float32), PARAMS)
-        _, state = tx.update(grads, state, PARAMS)
+        _, state = jax.jit(tx.update)(grads, state, PARAMS)
     return jax.tree.map(np.asarray, state)
 
 
+@jax.jit
 def terms(params: Any, batch: Any) -> Any:
     made = lm.Model().sums(params, batch)
     return made | {"aux": (lm.scaled(made["aux"][0], lm.AUX), made["aux"][1])}
