@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.audit.subject import Exchange, X
-from gradcombine.errors import invalid, operation, shown
+from gradcombine.errors import invalid, operation, require_path, shown
 
 H100 = Path(__file__).with_name("h100.textproto")
 """A GpuTargetConfigProto of an H100 SXM."""
@@ -128,9 +128,9 @@ def find_target(name: str | Target | None = None, *, compiles: bool = True) -> T
         chips = math.prod(int(n) for n in shape.split("x"))
         return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
     hosts, _, per_host = shape.rpartition("x")
-    card = H100 if kind == "h100" else Path(kind)
+    expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
+    card = H100 if kind == "h100" else require_path(expected, kind)
     if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or not card.is_file():
-        expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
         raise invalid(expected, shown(name))
     try:
         text = card.read_text()

@@ -235,6 +235,11 @@ def test_what_is_no_name_is_refused(what: Any) -> None:
             call(what)
 
 
+def test_a_target_that_is_no_name_of_a_file() -> None:
+    with pytest.raises(GradCombineError, match=r"expected a target: h100:8.*: File name too long"):
+        find_target("a" * 300 + ":8")
+
+
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x2"])
 def test_a_compiler_that_is_not_here_is_named_with_its_command(
     here: Path, target: str, monkeypatch: pytest.MonkeyPatch
