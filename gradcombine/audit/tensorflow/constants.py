@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -65,18 +66,26 @@ MONOTONE = {"Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd"}
 LINEAR = {"Add", "AddV2", "Sub", "Neg"}
 
 
-def constant(value: Value, known: Mapping[Value, Any] = MappingProxyType({}), depth: int = 0) -> Any:
+def constant(value: Value, known: Mapping[Value, Any] = MappingProxyType({})) -> Any:
     """Evaluates a value to a NumPy array, from the values in ``known``; None if it depends on inputs of the graph."""
-    if value in known:
-        return known[value]
-    if depth > MAX_DEPTH:
-        return None
+    evaluated = dict(known)
+
+    def at(depth: int, v: Value) -> Any:
+        if v not in evaluated and depth <= MAX_DEPTH:
+            evaluated[v] = _computed(v, known, partial(at, depth + 1))
+        return evaluated.get(v)
+
+    with np.errstate(all="ignore"):
+        return at(0, value)
+
+
+def _computed(value: Value, known: Mapping[Value, Any], evaluate: Callable[[Value], Any]) -> Any:
     x = value.maker
     if x is None:
         return None
     if x.passed(value):
         sources = origins(value, known)
-        return constant(sources.pop(), known, depth + 1) if len(sources) == 1 else None
+        return evaluate(sources.pop()) if len(sources) == 1 else None
     if x.op in ("Shape", "Size"):
         array = x.inputs[0].shape
         if not array.exact:
@@ -86,7 +95,7 @@ def constant(value: Value, known: Mapping[Value, Any] = MappingProxyType({}), de
         return _constant_of(x)
     if x.op not in COMPUTED and x.op not in ("Cast", "StridedSlice"):
         return None
-    inputs = [constant(v, known, depth + 1) for v in x.inputs]
+    inputs = [evaluate(v) for v in x.inputs]
     if x.op in ("LogicalAnd", "LogicalOr"):
         absorbing = np.array(x.op == "LogicalOr")
         if any(v is not None and v == absorbing for v in inputs):

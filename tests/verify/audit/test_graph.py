@@ -291,6 +291,16 @@ def test_sums_of_what_lies_on_several_devices_are_exchanges() -> None:
         assert (exchange.kind, exchange.size, exchange.members) == ("all-reduce", 4 * ROWS * WIDTH, 3)
 
 
+LONG = tf.constant(0, tf.int64)
+
+
+def doubled(i: Any) -> Any:
+    """40 times: evaluating each use of a value anew would take 2**40 evaluations."""
+    for _ in range(40):
+        i = i + i
+    return i
+
+
 LOOPS: dict[str, tuple[Callable[[Any], Any], int | None]] = {
     "range": (lambda x: tf.while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, x + 1.0), (0, x)), 4),
     "never": (lambda x: tf.while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, x + 1.0), (4, x)), 0),
@@ -311,6 +321,8 @@ LOOPS: dict[str, tuple[Callable[[Any], Any], int | None]] = {
         lambda x: tf.while_loop(lambda i, more: more, lambda i, more: (i + 3, i < 50), (0, tf.constant(True))),
         18,
     ),
+    "doubled": (lambda x: tf.while_loop(lambda i, x: i < 2**40, lambda i, x: (doubled(i) + 1, x), (LONG, x)), 2),
+    "beyond": (lambda x: tf.while_loop(lambda y, x: y < 5, lambda y, x: (y * 1e30 * 1e30, x), (1.0, x)), 1),
     "squared": (lambda x: tf.while_loop(lambda i, x: i < 300, lambda i, x: (i * i, x), (2, x)), 4),
     "scanned": (lambda x: tf.scan(lambda a, b: a + b, x), ROWS - 1),
     "rows": (lambda x: tf.while_loop(lambda i, x: i < tf.shape(x)[0], lambda i, x: (i + 1, x), (0, x)), ROWS),
