@@ -55,22 +55,22 @@ def read_function(step: Any, args: Sequence[Tree], *, optimized: bool) -> Graph 
     concrete = step.get_concrete_function(*args)
     if "_XlaMustCompile" in (attributes := concrete.function_def.attr) and attributes["_XlaMustCompile"].b:
         stage = "optimized_hlo_serialized" if optimized else "hlo_serialized"
-        bound = _with_defaults(inspect.signature(step.python_function).bind(*args))
+        given = args or step.input_signature or ()
+        bound = _with_values(inspect.signature(step.python_function).bind(*given))
         hlo = step.experimental_get_compiler_ir(*bound.args, **bound.kwargs)(stage=stage)
         return Compiled(_short(_name(concrete)), hlo, _lines(concrete))
     return of_concrete(concrete)
 
 
-def _with_defaults(bound: inspect.BoundArguments) -> inspect.BoundArguments:
-    """Adds default arguments, which ``experimental_get_compiler_ir`` lacks, and then replaces specs by zeros.
+def _with_values(bound: inspect.BoundArguments) -> inspect.BoundArguments:
+    """Arguments as ``experimental_get_compiler_ir`` takes them: with defaults, and either specs or values.
 
-    It does not accept specs together with values.
+    Specs inside of structures are not accepted, either: all are replaced by zeros unless each argument is a spec.
     """
     from tensorflow import TensorSpec, nest, zeros
 
-    passed = len(bound.arguments)
     bound.apply_defaults()
-    if len(bound.arguments) > passed:
+    if not all(isinstance(x, TensorSpec) for x in (*bound.args, *bound.kwargs.values())):
         for name, x in bound.arguments.items():
             bound.arguments[name] = nest.map_structure(
                 lambda x: zeros(x.shape, x.dtype) if isinstance(x, TensorSpec) else x, x

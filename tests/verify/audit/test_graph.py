@@ -404,6 +404,24 @@ def test_a_function_that_xla_compiles_is_read_as_compiled() -> None:
     assert (found.judged, found.undecided) == (tuple(RULES), ["donation-lost"])
 
 
+def plain(x: Any) -> Any:
+    return x + 1.0
+
+
+COMPILED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "its signature": (tf.function(plain, jit_compile=True, input_signature=[X]), ()),
+    "specs in a structure": (tf.function(lambda x: x["a"] + x["b"][0], jit_compile=True), ({"a": X, "b": [X]},)),
+    "a spec and a number": (tf.function(lambda x, n: x * n, jit_compile=True), (X, 3)),
+    "a default": (tf.function(lambda x, n=2: x * n, jit_compile=True), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_arguments_of_a_function_that_xla_compiles(name: str) -> None:
+    step, args = COMPILED[name]
+    assert [shape.dims for shape in audit(step, *args).program.results] == [(ROWS, WIDTH)]
+
+
 def test_a_saved_model(tmp_path: Path) -> None:
     class Saved(tf.Module):
         def __init__(self) -> None:
