@@ -98,19 +98,29 @@ class Flow:
           through: whether to continue from a node outside of ``start``.
           within: computations to stay in; None for all.
         """
+        return self._walk(self.uses, start, through, within)
+
+    def closure(
+        self,
+        start: Iterable[Node],
+        through: Callable[[Node], bool] = lambda node: True,
+        within: set[str] | None = None,
+    ) -> set[Node]:
+        """All nodes that ``start`` depends on, inclusive; arguments as for `reached`."""
+        return self._walk(self.sources, start, through, within)
+
+    def _walk(
+        self, edges: Edges, start: Iterable[Node], through: Callable[[Node], bool], within: set[str] | None
+    ) -> set[Node]:
         starts = set(start)
 
         def onward(node: Node) -> Iterable[Node]:
-            return self._inside(self.uses[node], within) if node in starts or through(node) else ()
+            if node not in starts and not through(node):
+                return ()
+            nodes = edges[node]
+            return nodes if within is None else (n for n in nodes if self.places[n].computation in within)
 
         return walk(starts, onward)
-
-    def closure(self, start: Iterable[Node], within: set[str] | None = None) -> set[Node]:
-        """All nodes that ``start`` depends on, inclusive, in the computations ``within``."""
-        return walk(start, lambda node: self._inside(self.sources[node], within))
-
-    def _inside(self, nodes: list[Node], within: set[str] | None) -> Iterable[Node]:
-        return nodes if within is None else (node for node in nodes if self.places[node].computation in within)
 
     def opcode(self, node: Node) -> str:
         return self.places[node].x.opcode.removesuffix("-start").removesuffix("-done")

@@ -62,7 +62,7 @@ class Search(Sums, Subject[Instruction]):
         self.aliased = set(program.aliases.values())
         self.donated = {*donated, *self.aliased, *program.donors}
         self.source = program.source
-        self._by_counter = cache(self._decided_by_counter)
+        self._by_counter, self._earlier = cache(self._decided_by_counter), cache(self._dependencies)
 
     @cached_property
     def exchanges(self) -> list[Exchange[Instruction]]:
@@ -186,7 +186,7 @@ class Search(Sums, Subject[Instruction]):
         body = self.body(loop)
         inside = self.inside(body)
         factors = self._unequal_factors(exchange, self.flow.reached(start, within=inside))
-        return all(self.varying(body).isdisjoint(self.flow.closure([factor], inside)) for factor in factors)
+        return all(self.varying(body).isdisjoint(self.flow.closure([factor], within=inside)) for factor in factors)
 
     def _unequal_factors(self, exchange: Exchange[Instruction], nodes: set[Node]) -> Iterator[Node]:
         """Values that multiply or select some of ``nodes`` and differ between the devices that exchange."""
@@ -198,11 +198,25 @@ class Search(Sums, Subject[Instruction]):
 
     def merge_key(self, exchange: Exchange[Instruction]) -> tuple[str, str, int]:
         name = exchange.computation
-        nodes = self.flow.leaves(name, exchange.x)
-        before = self.flow.closure(nodes, self.inside(name))
-        others = (x for x in self.exchanges if x.computation == name and x is not exchange and x.kind == exchange.kind)
-        depth = sum(bool(before.intersection(self.flow.leaves(name, other.x))) for other in others)
-        return name, str(exchange.groups), depth
+        kinds = {x.x.name: x.kind for x in self.exchanges if x.computation == name}
+        before = sum(kinds[other] == exchange.kind for other in self._earlier(name)[exchange.x.name])
+        return name, str(exchange.groups), before
+
+    def _dependencies(self, name: str) -> dict[str, frozenset[str]]:
+        """For each collective of a computation, those that it depends on in one execution of the computation."""
+        flow, earlier = self.flow, dict[str, frozenset[str]]()
+
+        def through(node: Node) -> bool:
+            # The parameter leads to the caller, or to a loop's last iteration; of earlier collectives, all is known.
+            of, x, _ = flow.places[node]
+            return of != name or (x.opcode != "parameter" and x.name not in earlier)
+
+        for exchange in (x for x in self.exchanges if x.computation == name):
+            nodes = flow.closure(flow.leaves(name, exchange.x), through, self.inside(name))
+            places = (flow.places[node] for node in nodes)
+            direct = frozenset(x.name for of, x, _ in places if of == name and x.name in earlier)
+            earlier[exchange.x.name] = direct.union(*(earlier[other] for other in direct))
+        return earlier
 
     def converted(self, exchange: Exchange[Instruction]) -> Iterator[tuple[Shape, Shape]]:
         # Ignore conversions by XLA, for backends that lack a narrow collective.

@@ -318,7 +318,7 @@ class Subject(Protocol[X]):
         ...
 
     def merge_key(self, exchange: Exchange[X]) -> tuple[Hashable, ...]:
-        """A key that is equal for exchanges that could be merged: computation, devices, and depth of dependencies."""
+        """A key that is equal for exchanges of one type that could be merged: place, devices, depth of dependencies."""
         ...
 
     def converted(self, exchange: Exchange[X]) -> Iterator[tuple[Shape, Shape]]:

@@ -144,8 +144,13 @@ class Graph(Inlined, Subject[Operation]):
         return self._only_added(exchange.x.outputs, loop) is not None
 
     def merge_key(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
-        outputs = {v for other in self.exchanges for v in other.x.outputs}
-        return exchange.x.site, self.key(exchange.x), len(closure(exchange.x.sent) & outputs)
+        # What a loop carries comes from earlier iterations.
+        carried = {v for loop in exchange.x.site.loops for v in loop.carried}
+        return exchange.x.site, self.key(exchange.x), len(closure(exchange.x.sent, carried) & self._exchanged)
+
+    @cached_property
+    def _exchanged(self) -> set[Value]:
+        return {v for exchange in self.exchanges for v in exchange.x.outputs}
 
     def converted(self, exchange: Exchange[Operation]) -> Iterator[tuple[Shape, Shape]]:
         for x in makers(moved_from(exchange.x.sent)):

@@ -182,9 +182,9 @@ def origins(value: Value, known: Container[Value] = ()) -> set[Value]:
     return {v for v in walk([value], before) if not before(v)}
 
 
-def closure(start: Iterable[Value]) -> set[Value]:
-    """All values that ``start`` depends on, except through variables."""
-    return walk(start, lambda v: v.maker.inputs if v.maker is not None else ())
+def closure(start: Iterable[Value], known: Container[Value] = ()) -> set[Value]:
+    """All values that ``start`` depends on, except through variables; stops at values in ``known``."""
+    return walk(start, lambda v: () if v in known or v.maker is None else v.maker.inputs)
 
 
 def moved_from(start: Iterable[Value], linear: bool = False) -> set[Value]:

@@ -81,6 +81,24 @@ def test_what_each_call_exchanges_may_wait_if_it_is_only_added_up(name: str, by_
     assert ("reduced-in-loop" in found) is waits
 
 
+@pytest.mark.parametrize("chained", [True, False])
+def test_gathers_in_a_loop_that_need_each_other_are_no_finding(chained: bool) -> None:
+    """Although each of them also depends on all of the iteration before."""
+
+    def layers(x: Any, _: Any) -> Any:
+        out = x
+        for n in range(20):
+            out = out + jnp.tanh(jax.lax.all_gather(out if chained else n * x, "data").sum(0))
+        return out, None
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    steps = jax.shard_map(
+        lambda x: jax.lax.scan(layers, x, None, 3)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    found = audit(jax.jit(steps), jnp.ones((len(jax.devices()), 64))).findings
+    assert [x.name for x in found] == ["many-small-collectives"] * (not chained)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_steps_are_clean(name: str) -> None:
