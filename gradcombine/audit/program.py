@@ -129,6 +129,10 @@ class Program(Module):
             x = computation[x.operands[0]]
         return x
 
+    def reduction(self, x: Instruction) -> str:
+        """The operation by which a reduction combines values, for instance "add"; empty for others."""
+        return "".join(self.origin(self.computations[f], self.roots[f].name).opcode for f in x.called("to_apply"))
+
     def _inferred_trips(self, computation: str, loop: Instruction) -> int | None:
         """The trip count of a loop whose index is incremented by one and compared to a constant, or None.
 
@@ -218,31 +222,24 @@ class Program(Module):
     @cached_property
     def exchanges(self) -> list[Exchange[Instruction]]:
         """All collectives, in program order."""
-        exchanges = list[Exchange[Instruction]]()
-        for name, x, loops in self.executed():
-            if (fused := self._fused_collective(x)) is not None:
-                inside, inner = fused
-                operand = sum(self.computations[inside][operand].bytes for operand in inner.operands)
-                exchanges.append(Exchange(inside, inner, loops, self.groups(inner), operand, x.bytes))
-            if x.collective:
-                operand = sum(self.computations[name][operand].bytes for operand in x.operands)
-                # The result of an asynchronous start may contain its operands before the results.
-                shapes = x.shapes[len(x.operands) :] if len(x.shapes) >= 2 * len(x.operands) else x.shapes
-                result = sum(shape.bytes for shape in shapes[: len(x.operands)])
-                exchanges.append(Exchange(name, x, loops, self.groups(x), operand, result))
-        return exchanges
+        return [exchange for at in self.executed() if (exchange := self.exchange(*at)) is not None]
 
-    def _fused_collective(self, x: Instruction) -> tuple[str, Instruction] | None:
-        """The computation of a fusion, and the collective in it. XLA fuses an all-reduce and a slice on TPUs."""
-        if x.opcode != "fusion" or "kind=kCustom" not in x.attributes:
+    def exchange(self, name: str, x: Instruction, loops: Loops) -> Exchange[Instruction] | None:
+        """The collective that an operation starts, if any. On TPUs, XLA fuses an all-reduce with a slice of it."""
+        outer = x
+        if x.opcode == "fusion" and "kind=kCustom" in x.attributes:
+            (name,) = x.called("calls")
+            x = next((y for y in self.computations[name].values() if y.collective), x)
+        if not x.collective:
             return None
-        for name in x.called("calls"):
-            for inner in self.computations[name].values():
-                if inner.collective:
-                    scatters = inner.opcode == "all-reduce" and x.bytes < inner.bytes
-                    opcode = "reduce-scatter" if scatters else inner.opcode
-                    return name, inner._replace(opcode=opcode, attributes=f"{inner.attributes}, {x.attributes}")
-        return None
+        operand = sum(self.computations[name][operand].bytes for operand in x.operands)
+        # The result of an asynchronous start may contain its operands before the results.
+        shapes = x.shapes[len(x.operands) :] if len(x.shapes) >= 2 * len(x.operands) else x.shapes
+        result = sum(shape.bytes for shape in shapes[: len(x.operands)])
+        if outer is not x:
+            opcode = "reduce-scatter" if x.opcode == "all-reduce" and outer.bytes < result else x.opcode
+            x, result = x._replace(opcode=opcode, attributes=f"{x.attributes}, {outer.attributes}"), outer.bytes
+        return Exchange(name, x, loops, self.groups(x), operand, result, reduction=self.reduction(x))
 
     def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
         """Yields for each operation its computation and loops, and its bytes moved and flops by bit width, per call."""

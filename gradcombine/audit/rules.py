@@ -84,28 +84,28 @@ def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
 
 def batch_gathered(search: Search) -> Iterator[Finding]:
     program, flow = search.program, search.flow
-    results = Counter(shape.dims for shape in program.results)
-    if not any(x.shapes and x.shapes[0].dims and x.shapes[0].dims in results for x in program.parameters):
+    dims = {shape.dims for shape in program.results}
+    if not any(x.shapes and x.shapes[0].dims and x.shapes[0].dims in dims for x in program.parameters):
         return  # the model's parameters cannot be distinguished from data
     batch = set[Node]()
     for number, x in enumerate(program.parameters):
         node = flow.node(program.entry, x)
         sharded = flow.equality.classes(node) > 1
-        if number not in search.aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
+        if number not in search.aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in dims:
             batch.add(node)
     repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
     moving = MOVING | {"select", "dynamic-update-slice"}
     for exchange in program.exchanges:
-        gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
-        if not gathers or exchange.few or exchange.members == 1:
+        if exchange.negligible or exchange.kind not in ("all-gather", "all-reduce"):
             continue
-        operands = [flow.sources[node] for node in flow.leaves(exchange.computation, exchange.x)]
-        origin = search.moved_from([n for nodes in operands for n in nodes], moving) & batch
+        results = flow.leaves(exchange.computation, exchange.x)
+        passed = search.moved_from((source for node in results for source in flow.sources[node]), moving)
         # An all-reduce gathers if each device writes its rows into an array of zeros.
-        starts = {flow.opcode(node) for nodes in operands for node in search.moved_from(nodes, moving)}
+        gathers = exchange.kind == "all-gather" or any(
+            flow.opcode(x) in ("dynamic-update-slice", "select") for x in passed
+        )
         # Row indices of a sharded table, and features over a model axis, are gathered on purpose: no work is repeated.
-        repeats = repeated & flow.reached(flow.leaves(exchange.computation, exchange.x))
-        if origin and repeats and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
+        if (origin := passed & batch) and gathers and repeated & flow.reached(results):
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
             yield Finding(
                 "batch-gathered",
@@ -196,7 +196,7 @@ def many_small_collectives(subject: Subject[X]) -> Iterator[Finding]:
             # A loop with an unknown trip count is assumed to run twice.
             count *= 2 if loop.trips is None else loop.trips
         if count > 1 or exchange.kind not in REDUCING or subject.merges_sums:
-            groups[exchange.kind, *subject.merge_key(exchange)].append((exchange, count))
+            groups[exchange.kind, exchange.reduction, *subject.merge_key(exchange)].append((exchange, count))
     for exchanges in groups.values():
         count = sum(n for _, n in exchanges)
         if count >= MANY:
@@ -208,7 +208,7 @@ def many_small_collectives(subject: Subject[X]) -> Iterator[Finding]:
 
 def wider_exchange(subject: Subject[X]) -> Iterator[Finding]:
     for exchange in subject.exchanges:
-        if exchange.few or exchange.members == 1:
+        if exchange.negligible:
             continue
         pairs = [(a, b) for a, b in subject.converted(exchange) if a.is_float and b.is_float and a.bits < b.bits]
         narrow, wide = (sum(shape.bytes for shape in side) for side in zip(*pairs, strict=True)) if pairs else (0, 0)
@@ -231,10 +231,11 @@ def repeated_collective(subject: Subject[X]) -> Iterator[Finding]:
     seen = set[object]()
     for exchange in subject.exchanges:
         # Other collectives are inserted by the compiler, out of the user's control.
-        if exchange.few or exchange.members == 1 or exchange.kind not in (*REDUCING, "all-gather"):
+        if exchange.negligible or exchange.kind not in (*REDUCING, "all-gather"):
             continue
-        key, reason = subject.operand_key(exchange), ""
-        if key is not None and key in seen:
+        operands, reason = subject.operand_key(exchange), ""
+        key = exchange.kind, exchange.reduction, operands
+        if operands is not None and key in seen:
             reason = "of operands that an earlier one has already exchanged"
         elif exchange.kind != "reduce-scatter" and subject.is_equal(exchange):
             reason = "of operands that an earlier one has made equal on all of these devices"

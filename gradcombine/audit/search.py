@@ -102,7 +102,7 @@ class Search(Sums, Subject[Instruction]):
 
     def unrolled(self) -> Iterator[tuple[list[Exchange[Instruction]], int, float]]:
         by_sum = defaultdict[tuple[Hashable, ...], list[tuple[Exchange[Instruction], float, list[Node]]]](list)
-        for exchange in self.reducing():
+        for exchange in self.summing():
             for part, size in self.parts(exchange) if self.could_merge(exchange) else ():
                 if size >= FEW_SCALARS and (path := self._to_last_sum(part)):
                     by_sum[exchange.kind, str(exchange.groups), path[-1]].append((exchange, size, path))
@@ -246,7 +246,7 @@ class Search(Sums, Subject[Instruction]):
         origins = tuple(self.program.origin(computation, operand).name for operand in x.operands)
         shapes = tuple(computation[operand].shapes[0].dims for operand in x.operands)
         settings = x.lists("dimensions"), str(exchange.groups), shapes
-        return exchange.computation, exchange.kind, settings, origins
+        return exchange.computation, settings, origins
 
     def is_equal(self, exchange: Exchange[Instruction]) -> bool:
         operands = [n for node in self.flow.leaves(exchange.computation, exchange.x) for n in self.flow.sources[node]]
@@ -303,7 +303,7 @@ class Search(Sums, Subject[Instruction]):
             return not shape.dims and self._by_counter(node)
         sides = [self.moved_from(self.operands(node, i), WHOLE) for i in (1, 2)] if x.opcode == "select" else []
         constants = [n for side in sides for n in side if self.flow.opcode(n) == "constant"]
-        has_zero = any(float(self.flow.places[n].x.inside) == 0 for n in constants)
+        has_zero = any(self.flow.places[n].x.inside in ("0", "-0") for n in constants)
         return has_zero and self._by_counter(self.operands(node, 0)[0])
 
     def _is_accumulated_over_calls(self, part: Node) -> bool:

@@ -15,6 +15,9 @@ LIBRARIES = ("site-packages/", "dist-packages/", "/gradcombine/integrations/", "
 """Parts of the paths of files that are not the user's code."""
 
 REDUCING = {"all-reduce", "reduce-scatter"}
+ADDING = {"add", "sum", ""}
+"""Reductions that may be sums, as `Exchange.reduction`."""
+
 FEW_SCALARS = 256
 """Arrays of fewer bytes are scalars or a few of them, whose cost does not depend on their size."""
 
@@ -141,6 +144,7 @@ class Exchange(NamedTuple, Generic[X]):
       result: bytes that each device receives.
       exact: whether both sizes are known; otherwise they are lower bounds.
       label: identifies the operation in findings; empty if its source line suffices.
+      reduction: how it combines values, for instance "max"; empty if it does not, or if that is not shown.
     """
 
     computation: str
@@ -151,6 +155,7 @@ class Exchange(NamedTuple, Generic[X]):
     result: int
     exact: bool = True
     label: str = ""
+    reduction: str = ""
 
     @property
     def kind(self) -> str:
@@ -173,9 +178,9 @@ class Exchange(NamedTuple, Generic[X]):
         return times(self.loops)
 
     @property
-    def few(self) -> bool:
-        """Whether each device contributes only a few scalars."""
-        return self.exact and self.operand < FEW_SCALARS
+    def negligible(self) -> bool:
+        """Whether nothing is sent, or each device contributes only a few scalars."""
+        return self.members == 1 or (self.exact and self.operand < FEW_SCALARS)
 
     @property
     def over(self) -> str:
@@ -280,14 +285,14 @@ class Subject(Protocol[X]):
     def reduced(self) -> list[tuple[Exchange[X], Loop[X] | None, float]]:
         """Exchanges of gradients that are only accumulated, over a loop or (None) over calls, and how many bytes."""
         reduced = list[tuple[Exchange[X], Loop[X] | None, float]]()
-        for exchange in self.reducing():
+        for exchange in self.summing():
             sizes = ((exchange, loop, self.accumulated(exchange, loop)) for loop in (*exchange.loops, None))
             reduced += islice((each for each in sizes if each[2]), 1)
         return reduced
 
-    def reducing(self) -> list[Exchange[X]]:
-        """Exchanges that reduce more than a few scalars."""
-        return [x for x in self.exchanges if x.kind in REDUCING and not x.few and x.members > 1]
+    def summing(self) -> list[Exchange[X]]:
+        """Exchanges that add up more than a few scalars."""
+        return [x for x in self.exchanges if x.kind in REDUCING and x.reduction in ADDING and not x.negligible]
 
     def accumulated(self, exchange: Exchange[X], loop: Loop[X] | None) -> float:
         """Bytes of an exchange's operands that iterations of a loop, or calls (None), only accumulate."""

@@ -8,7 +8,7 @@ from functools import cache
 from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
 from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
-from gradcombine.audit.subject import REDUCING, Loop, walk
+from gradcombine.audit.subject import ADDING, REDUCING, Loop, walk
 
 SUMS = {"add", "subtract"}
 RENAMING = {"get-tuple-element", "bitcast", "reshape", "parameter"}
@@ -99,8 +99,7 @@ class Sums:
         return bool(users) and not is_returned and all(self._adds_rows(x) for x in users)
 
     def _adds_rows(self, x: Instruction) -> bool:
-        sums = x.opcode == "reduce" and 0 in x.lists("dimensions")
-        return sums and all(self.program.roots[name].opcode == "add" for name in x.called("to_apply"))
+        return x.opcode == "reduce" and 0 in x.lists("dimensions") and self.program.reduction(x) == "add"
 
     def _only_added_to(self, body: str, index: int, node: Node) -> bool:
         if self.flow.places[node].shape.kind in ("token", "pred"):
@@ -132,7 +131,9 @@ class Sums:
             return not takes(0)
         if opcode in ("dynamic-slice", "dynamic-update-slice"):
             return not takes(*range(1 if opcode == "dynamic-slice" else 2, len(x.operands)))
-        return opcode in LINEAR or opcode in REDUCING or self._adds_to(node, nodes)
+        if opcode in REDUCING:
+            return self.program.reduction(x) in ADDING
+        return opcode in LINEAR or self._adds_to(node, nodes)
 
     def _stacked(self, body: str) -> set[int]:
         """Indices of the carried arrays to which each iteration of a loop writes one row."""

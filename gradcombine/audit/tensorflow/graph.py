@@ -110,7 +110,7 @@ class Graph(Inlined, Subject[Operation]):
 
     def unrolled(self) -> Iterator[tuple[list[Exchange[Operation]], int, float]]:
         by_sum = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)
-        for exchange in self.reducing():
+        for exchange in self.summing():
             if self.could_merge(exchange):
                 for part in self.parts(exchange.x):
                     for last in self.sums_of(part)[-1:]:
@@ -171,7 +171,7 @@ class Graph(Inlined, Subject[Operation]):
 
     def operand_key(self, exchange: Exchange[Operation]) -> object:
         sources = [self._unpacked(v) for v in exchange.x.sent]
-        return None if None in sources else (exchange.kind, self.key(exchange.x), *sources)
+        return None if None in sources else (self.key(exchange.x), *sources)
 
     def _unpacked(self, v: Value) -> object:
         """The values that a strategy flattened and concatenated for a collective; None if it is one of several."""
@@ -274,7 +274,7 @@ class Graph(Inlined, Subject[Operation]):
         operand, result = (sum(array.bytes for array in arrays) for arrays in (inputs, outputs))
         exact = all(array.exact for array in (*inputs, *outputs))
         function = x.site.function or self.name
-        return Exchange(function, x, x.loops, self.group(x), operand, result, exact, x.name)
+        return Exchange(function, x, x.loops, self.group(x), operand, result, exact, x.name, x.reduction)
 
     def _sums_devices(self, x: Operation) -> bool:
         """Whether each of an operation's inputs is computed on a different device."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradcombine.audit.subject import REDUCING, Loop, Shape, walk
+from gradcombine.audit.subject import ADDING, REDUCING, Loop, Shape, walk
 
 ALL_REDUCES = (
     *("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"),
@@ -159,6 +159,12 @@ class Operation:
         return COLLECTIVES.get(self.op, "all-reduce" if self.op in SUMS_OF_DEVICES else "")
 
     @property
+    def reduction(self) -> str:
+        """How a collective combines values, for instance "max"; empty if its attributes do not show it."""
+        named = (self.node.attr[name].s for name in ("merge_op", "reduction") if name in self.node.attr)
+        return next(named, b"").decode().lower()
+
+    @property
     def device(self) -> str:
         return self.node.device or self.site.device
 
@@ -207,7 +213,6 @@ def linear_in(x: Operation, v: Value) -> list[Value] | None:
 def _inputs_of(x: Operation, linear: bool) -> list[Value]:
     """The inputs that an operation only moves; with ``linear``, those that it sums or scales, too."""
     if linear and COLLECTIVES.get(x.op) in REDUCING:
-        merge = x.node.attr["merge_op"].s if "merge_op" in x.node.attr else b"Add"
-        return x.sent if merge in (b"Add", b"") else []
+        return x.sent if x.reduction in ADDING else []
     table = SUMMED if linear else MOVED
     return x.inputs[table[x.op]] if x.op in table else []

@@ -121,6 +121,13 @@ def reduced_and_weighed(devices: Devices, defect: bool) -> Case:
 
 
 @replicated
+def reduced_to_maxima(params: Any, batch: Any, defect: bool) -> Any:
+    """A sum of means could be exchanged as one; a sum of maxima is not the maximum of sums."""
+    reduce = mean if defect else partial(jax.lax.pmax, axis_name="data")
+    return scanned(lambda w, x: reduce(jax.grad(loss)(w, x)))(params, batch)
+
+
+@replicated
 def selected_in_turn(params: Any, batch: Any, defect: bool) -> Any:
     """A Python loop over microbatches with constant factors, or with factors that differ between devices."""
     parts = batch.reshape(K, -1, WIDTH)
@@ -530,6 +537,7 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in microbatches, or in steps": (reduced_in_steps, {"reduced-in-loop"}),
     "reduced in turn": (reduced_in_turn, {"reduced-in-loop"}),
     "reduced and weighed": (reduced_and_weighed, {"reduced-in-loop"}),
+    "reduced to maxima": (reduced_to_maxima, {"reduced-in-loop"}),
     "selected in turn": (selected_in_turn, {"reduced-in-loop"}),
     "reduced and stacked": (reduced_and_stacked, {"reduced-in-loop"}),
     "reduced in a pmap": (pmapped, {"reduced-in-loop"}),

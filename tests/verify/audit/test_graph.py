@@ -349,9 +349,12 @@ def test_a_length_that_is_not_known_is_no_size() -> None:
     assert rows[0].cells[1] == "unknown"
 
 
+FOUR = {"group_size": 4, "group_key": 1, "final_op": "Id", "ordering_token": []}
+
+
 def test_collectives_of_one_process_of_many() -> None:
     """As MultiWorkerMirroredStrategy traces them: one graph per process, which knows only the size of each group."""
-    four = {"group_size": 4, "group_key": 1, "merge_op": "Add", "final_op": "Id", "ordering_token": []}
+    four = FOUR | {"merge_op": "Add"}
     size = 4 * ROWS * WIDTH
 
     @tf.function
@@ -375,6 +378,41 @@ def test_collectives_of_one_process_of_many() -> None:
     # The last collective reduces the same value as the first, but its group is unknown.
     assert "the group of 1 collective" in found.unread and "repeated-collective" in found.undecided
     assert found.findings == []
+
+
+@pytest.mark.parametrize(
+    ("merge", "expected"), [("Add", ["reduced-in-loop", "repeated-collective"]), ("Max", ["repeated-collective"])]
+)
+def test_only_sums_can_be_exchanged_later(merge: str, expected: list[str]) -> None:
+    """Sums, or maxima, are added in a loop; a sum and, after it, two reductions of this kind of one array."""
+
+    @tf.function
+    def step(x: Any, key: Any) -> Any:
+        def reduced(x: Any, merge: str = merge) -> Any:
+            return tf.raw_ops.CollectiveReduceV2(input=x, instance_key=key, merge_op=merge, **FOUR)
+
+        total = tf.zeros([ROWS, WIDTH])
+        for i in tf.range(4):
+            total += reduced(x * tf.cast(i, tf.float32))
+        return total, reduced(x, "Min"), reduced(x), tf.tanh(reduced(x))
+
+    assert [x.name for x in audit(step, X, tf.TensorSpec([], tf.int32)).findings] == expected
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_sums_in_a_loop_that_need_each_other_are_no_finding(chained: bool) -> None:
+    @tf.function
+    def step(x: Any, key: Any) -> Any:
+        for _ in tf.range(3):
+            out = x
+            for i in range(20):
+                of = out if chained else x * float(i)
+                out += tf.tanh(tf.raw_ops.CollectiveReduceV2(input=of, instance_key=key, merge_op="Add", **FOUR))
+            x = out
+        return x
+
+    found = audit(step, X, tf.TensorSpec([], tf.int32)).findings
+    assert [x.name for x in found] == ["many-small-collectives"] * (not chained)
 
 
 def test_what_cannot_be_read_is_said() -> None:

@@ -281,6 +281,31 @@ def test_small_sums(chained: bool, machine: str, found: list[str]) -> None:
     assert [x.name for x in find(program("\n".join(lines), SCALED))] == found
 
 
+@pytest.mark.parametrize(("reduction", "found"), [("add", ["repeated-collective"]), ("maximum", [])])
+def test_a_sum_and_a_maximum_of_one_array_are_two_exchanges(reduction: str, found: list[str]) -> None:
+    lines = """%p = f32[64] parameter(0), sharding={devices=[8]<=[8]}
+    %a = f32[64] all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
+    %b = f32[64] all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%other
+    ROOT %out = (f32[64], f32[64]) tuple(%a, %b)"""
+    other = ADD.replace("%add", "%other").replace("add(", f"{reduction}(")
+    assert [x.name for x in find(program(lines, other))] == found
+
+
+def test_a_flag_whose_zero_is_reshaped() -> None:
+    lines = """%n = s32[] parameter(0)
+    %g = f32[64] parameter(1), sharding={devices=[8]<=[8]}
+    %r = f32[64] all-reduce(%g), replica_groups=[1,8]<=[8], to_apply=%add
+    %every = s32[] constant(4)
+    %due = pred[] compare(%n, %every), direction=EQ
+    %zeros = f32[1] constant({0})
+    %zero = f32[] reshape(%zeros)
+    %one = f32[] constant(1)
+    %flag = f32[] select(%due, %one, %zero)
+    %flags = f32[64] broadcast(%flag), dimensions={}
+    ROOT %out = f32[64] multiply(%r, %flags)"""
+    assert find(program(lines)) == []
+
+
 @pytest.mark.parametrize(("count", "found"), [(MANY // 2, True), (MANY // 2 - 1, False)])
 def test_a_loop_of_unknown_length_turns_at_least_twice(count: int, found: bool) -> None:
     of = "(pred[], f32[256], f32[32])"

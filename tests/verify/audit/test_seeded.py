@@ -28,6 +28,7 @@ QUICK = {
     "reduced beside a loss",
     "reduced in turn",
     "reduced and stacked",
+    "reduced to maxima",
     "accumulated in bfloat16 over calls",
     "batch gathered",
     "decided by select",
