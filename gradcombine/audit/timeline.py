@@ -75,20 +75,20 @@ def timeline(report: Audit) -> Timeline | None:
 
 
 def _steps(report: Audit, program: Program) -> Iterator[_Step]:
-    figures = report.target.figures
-    numbers = {(x.computation, x.x.name): i for i, x in enumerate(program.exchanges, 1)}
+    figures, number = report.target.figures, 0
     for name, x, loops in program.executed():
-        number, moved, flops = numbers.get((name, x.name), 0), program.traffic(name, x), program.flops(name, x)
-        if not (number or moved or flops):
+        exchange, moved, flops = program.exchange(name, x, ()), program.traffic(name, x), program.flops(name, x)
+        exchanges = [] if exchange is None else [exchange]
+        number += len(exchanges)
+        if not (exchanges or moved or flops):
             continue
-        exchanges = [program.exchanges[number - 1]._replace(loops=())] if number else []
         if figures is None:
             costs = sum(flops.values()), float(moved), sum(one.sent() for one in exchanges)
         else:
             bound = bounds(report.target, flops, moved, exchanges)
-            compute, memory, exchange = (bound[lane].seconds or 0.0 for lane in LANES)
-            costs = compute, memory, exchange
-        yield _Step(costs, loops, number)
+            compute, memory, exchanged = (bound[lane].seconds or 0.0 for lane in LANES)
+            costs = compute, memory, exchanged
+        yield _Step(costs, loops, number if exchanges else 0)
 
 
 def _bands(

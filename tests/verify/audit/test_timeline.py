@@ -12,6 +12,7 @@ from gradcombine.audit import Audit, audit_file
 from gradcombine.audit import audit_report as report
 from gradcombine.audit.timeline import BINS, timeline
 from gradcombine.reporting import page
+from tests.verify.audit.test_hlo import FUSED
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8
 
@@ -84,6 +85,16 @@ def test_widths_are_times_at_the_bound_where_rates_are_published(tmp_path: Path)
     # The all-reduce takes longer than its memory traffic.
     assert sum(drawing.lanes["exchange"]) / BINS == pytest.approx(float(times[1] / sum(times)))
     assert drawing.length == f"{float(sum(times)) * 1e9:.3g} ns"
+
+
+def test_a_collective_in_a_fusion_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "step.txt").write_text(FUSED)
+    drawing = timeline(audit_file(tmp_path / "step.txt")[0])
+    assert drawing is not None
+    # The fusion reads 1024 rows and writes 128.
+    row, sent = 4 * 8, Fraction(7, 8) * 4 * 8 * 1024
+    assert sum(drawing.lanes["exchange"]) / BINS == pytest.approx(float(sent / (sent + row * (1024 + 128))))
+    assert [mark.words for mark in drawing.marks] == ["1: reduce-scatter of 32.0 KiB over 8 devices"]
 
 
 def test_a_page_needs_nothing_beside_it(step: Audit, tmp_path: Path) -> None:
