@@ -157,10 +157,8 @@ def donation_lost(search: Search) -> Iterator[Finding]:
 
 def copies_at_boundary(search: Search) -> Iterator[Finding]:
     program, flow = search.program, search.flow
-    copies = dict[str, list[tuple[Instruction, int]]]()
-    total = 0
+    copies = defaultdict[str, list[tuple[Instruction, int]]](list)
     for name, x, loops in program.executed():
-        total += times(loops) * program.traffic(name, x)
         if x.opcode != "copy" or x.bytes < COPIED or len(x.shapes) != 1:
             continue
         computation = program.computations[name]
@@ -174,7 +172,8 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
         if origin.opcode in ("while", "conditional", "call") or (is_argument and enters):
             donated = name == program.entry and is_argument
             of = "donated arguments" if donated else "values that a loop or a branch carries"
-            copies.setdefault(of, []).append((x, times(loops)))
+            copies[of].append((x, times(loops)))
+    total = sum(size for _, _, size, _ in program.work()) if copies else 0
     for of, copied in copies.items():
         moved = sum(2 * n * x.bytes for x, n in copied)
         if moved > SHARE * total:

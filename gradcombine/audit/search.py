@@ -177,8 +177,8 @@ class Search(Sums, Subject[Instruction]):
     def only_accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
         body = self.body(loop)
         start = self.flow.leaves(exchange.computation, exchange.x)
-        reached = self.linear(body, start)
-        is_added = reached is not None and reached <= self.accumulators(body) | self._stacked(body)
+        nodes = self.linear(body, start)
+        is_added = nodes is not None and self.ends(body, nodes) <= self.accumulators(body) | self.stacked(body)
         return is_added and self._may_follow(exchange, loop, start)
 
     def _may_follow(self, exchange: Exchange[Instruction], loop: Loop[Instruction], start: Iterable[Node]) -> bool:
@@ -344,14 +344,19 @@ class Search(Sums, Subject[Instruction]):
 
     def _decided_by_counter(self, predicate: Node) -> bool:
         """Whether a predicate is computed from scalar arguments only, without floats and collectives."""
-        flow, closure = self.flow, self.flow.closure([predicate])
-        shapes = [flow.places[node].shape for node in closure if flow.places[node].x.shapes]
-        is_scalar = any(not shape.dims and shape.kind == "pred" for shape in shapes)
-        parameters = [flow.places[node] for node in closure if flow.places[node].x.opcode == "parameter"]
+        if predicate in self._of_floats:
+            return False
+        places = [self.flow.places[node] for node in self.flow.closure([predicate])]
+        is_scalar = any(place.x.shapes and not place.shape.dims and place.shape.kind == "pred" for place in places)
+        parameters = [place for place in places if place.x.opcode == "parameter"]
         arguments = [place.shape for place in parameters if place.computation == self.program.entry]
-        of_scalars = bool(parameters) and all(shape.elements == 1 for shape in arguments)
-        is_exchanged = any(flow.places[node].x.collective for node in closure)
-        return is_scalar and of_scalars and not is_exchanged and not any(shape.is_float for shape in shapes)
+        return is_scalar and bool(parameters) and all(shape.elements == 1 for shape in arguments)
+
+    @cached_property
+    def _of_floats(self) -> set[Node]:
+        """All values that depend on floats or collectives."""
+        places = enumerate(self.flow.places)
+        return self.flow.reached(n for n, (_, x, i) in places if x.collective or (x.shapes and x.shapes[i].is_float))
 
     def _comparison(self, predicate: Node) -> str:
         """The direction of the comparison that computes a predicate, for instance "EQ"; empty for others."""

@@ -20,7 +20,7 @@ class Sums:
     def __init__(self, program: Program) -> None:
         self.program, self.flow = program, Flow(program)
         self.inside, self.accumulators = cache(self.flow.inner), cache(self._accumulators)
-        self.varying = cache(self._varying)
+        self.varying, self.stacked = cache(self._varying), cache(self._stacked)
 
     @staticmethod
     def body(loop: Loop[Instruction]) -> str:
@@ -41,11 +41,15 @@ class Sums:
         carried = zip(self.carried(body), self.flow.results(body), strict=True)
         return frozenset(node for node, result in carried if node not in self.moved_from([result]))
 
-    def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
-        """Indices of the carried arrays that ``start`` is added to; None if anything else is computed from it."""
-        nodes = self.flow.reached(start, within=self.inside(body))
-        if not all(self._commutes_with_sum(node, nodes) for node in nodes if node not in set(start)):
-            return None
+    def linear(self, body: str, start: Iterable[Node]) -> set[Node] | None:
+        """Everything that an iteration computes from ``start``; None unless it is linear in it."""
+        starts = set(start)
+        # The walk ends at the first operations that are not linear in any operand.
+        nodes = self.flow.reached(starts, lambda node: self._commutes_with_sum(node, set()), self.inside(body))
+        return nodes if all(self._commutes_with_sum(node, nodes) for node in nodes - starts) else None
+
+    def ends(self, body: str, nodes: set[Node]) -> set[int]:
+        """Indices of the carried arrays whose next value is one of ``nodes``."""
         return {i for i, node in enumerate(self.flow.results(body)) if node in nodes}
 
     def adds_up(self, results: Iterable[Node], arguments: Iterable[Node]) -> bool:
@@ -81,11 +85,9 @@ class Sums:
 
     def _is_accumulated(self, loop: Loop[Instruction], part: Node) -> bool:
         body = self.body(loop)
-        reached = self.linear(body, [part])
-        if not reached or reached <= self.accumulators(body):
-            return bool(reached)
-        stacked = reached - self.accumulators(body)
-        return stacked <= self._stacked(body) and all(self._is_summed_after(loop, i) for i in stacked)
+        ends = self.ends(body, self.linear(body, [part]) or set())
+        stacked = ends - self.accumulators(body)
+        return bool(ends) and stacked <= self.stacked(body) and all(self._is_summed_after(loop, i) for i in stacked)
 
     def _is_summed_after(self, loop: Loop[Instruction], index: int) -> bool:
         """Whether the rows of an array that a loop stacks are only added up after it."""
@@ -104,11 +106,9 @@ class Sums:
     def _only_added_to(self, body: str, index: int, node: Node) -> bool:
         if self.flow.places[node].shape.kind in ("token", "pred"):
             return False
-        reached = self.linear(body, [node])
-        if reached != {index}:
-            return False
-        nodes = self.flow.reached([node], within=self.inside(body))
-        return any(self.flow.opcode(n) in SUMS or self._adds_to(n, nodes) for n in nodes)
+        nodes = self.linear(body, [node]) or set()
+        is_sum = any(self.flow.opcode(n) in SUMS or self._adds_to(n, nodes) for n in nodes)
+        return is_sum and self.ends(body, nodes) == {index}
 
     def _adds_to(self, node: Node, nodes: set[Node]) -> bool:
         """Whether a matrix product adds one of ``nodes`` as its third operand (a GEMM with beta = 1)."""
@@ -137,11 +137,8 @@ class Sums:
 
     def _stacked(self, body: str) -> set[int]:
         """Indices of the carried arrays to which each iteration of a loop writes one row."""
-        stacked = set[int]()
+        written = list[tuple[int, Node]]()
         for i, (node, result) in enumerate(zip(self.carried(body), self.flow.results(body), strict=True)):
-            nodes = self.flow.reached([node], within=self.inside(body))
-            opcodes = {self.flow.opcode(n) for n in self.moved_from([result])}
-            others = {j for j, other in enumerate(self.flow.results(body)) if other in nodes}
-            if "dynamic-update-slice" in opcodes and others <= {i}:
-                stacked.add(i)
-        return stacked
+            if any(self.flow.opcode(n) == "dynamic-update-slice" for n in self.moved_from([result])):
+                written.append((i, node))
+        return {i for i, node in written if self.ends(body, self.flow.reached([node], within=self.inside(body))) <= {i}}
