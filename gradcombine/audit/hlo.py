@@ -185,8 +185,9 @@ class Module:
         return frames
 
     def groups(self, x: Instruction) -> list[Device]:
-        """The groups of devices of a collective; a single group of all devices if it lists none."""
-        return groups(x.attributes) or [tuple(range(self.devices))]
+        """The groups of devices of a collective, or a permutation's pairs; a group of all devices if none is listed."""
+        everywhere = [] if x.collective == "collective-permute" else [tuple(range(self.devices))]
+        return groups(x.attributes) or everywhere
 
 
 def groups(attributes: str) -> list[Device]:

@@ -230,7 +230,7 @@ class Program(Module):
         if x.opcode == "fusion" and "kind=kCustom" in x.attributes:
             (name,) = x.called("calls")
             x = next((y for y in self.computations[name].values() if y.collective), x)
-        if not x.collective:
+        if not x.collective or not (groups := self.groups(x)):  # a permutation without pairs makes zeros
             return None
         operand = sum(self.computations[name][operand].bytes for operand in x.operands)
         # The result of an asynchronous start may contain its operands before the results.
@@ -239,7 +239,7 @@ class Program(Module):
         if outer is not x:
             opcode = "reduce-scatter" if x.opcode == "all-reduce" and outer.bytes < result else x.opcode
             x, result = x._replace(opcode=opcode, attributes=f"{x.attributes}, {outer.attributes}"), outer.bytes
-        return Exchange(name, x, loops, self.groups(x), operand, result, reduction=self.reduction(x))
+        return Exchange(name, x, loops, groups, operand, result, reduction=self.reduction(x))
 
     def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
         """Yields for each operation its computation and loops, and its bytes moved and flops by bit width, per call."""

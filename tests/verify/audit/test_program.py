@@ -211,6 +211,14 @@ def test_values_that_devices_pass_round_in_a_loop_are_told_apart() -> None:
     assert [str(x) for x in found.exchanges] == ["collective-permute of 16 B between pairs of devices"]
 
 
+def test_a_permutation_without_pairs_sends_nothing() -> None:
+    """For instance along an axis of one device; its result is zero on all devices."""
+    found = program(f"""{ROWS}
+    %zero = f32[4] collective-permute(%rows), source_target_pairs={{}}
+    ROOT %out = f32[] constant(0)""")
+    assert (found.exchanges, classes(found)["zero"]) == ([], 1)
+
+
 JOINED = """HloModule jit_f, is_scheduled=true, num_partitions=2
 
 %add (a: f32[], b: f32[]) -> f32[] {
