@@ -289,18 +289,23 @@ class Program(Module):
         if x.opcode not in ("dot", "custom-call", "convolution") or len(x.operands) < 2:
             return None
         left, right = (self.computations[name][operand].shapes[0] for operand in x.operands[:2])
-        outputs, width = x.shapes[0].elements, max(left.bits, right.bits)
-        if x.opcode == "convolution":
-            # Each output element sums over the kernel except its output features. Padding is not counted.
-            match = re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)
-            return (2.0 * outputs * right.elements / right.dims[match[1].index("o")], width) if match else None
+        result, width = x.shapes[0], max(left.bits, right.bits)
+        if match := re.search(r"dim_labels=\w+_(\w+)->\w+", x.attributes):
+            # Each output element sums over the kernel except its output features. Padding is not counted. In cuDNN's
+            # backward convolutions, the outputs are an operand, and labels and work are those of the forward one.
+            output, kernel = result, right
+            if "convBackwardInput" in x.attributes:
+                output = left
+            elif "convBackwardFilter" in x.attributes:
+                output, kernel = right, result
+            return 2.0 * output.elements * kernel.elements / kernel.dims[match[1].index("o")], width
         contracted = x.lists("lhs_contracting_dims")
         if x.opcode == "custom-call":
             match = re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
             if match is None:
                 return None
             contracted = map(int, re.findall(r"\d+", match[1]))
-        return 2.0 * outputs * math.prod(left.dims[i] for i in contracted), width
+        return 2.0 * result.elements * math.prod(left.dims[i] for i in contracted), width
 
     def _fused(self, x: Instruction, operands: list[Instruction]) -> int:
         """Bytes that a fusion moves: the parts of its operands that it reads, and its results."""

@@ -146,6 +146,9 @@ def test_what_a_collective_sends(line: str, sent: Fraction, away: Fraction) -> N
     assert (exchange.sent(), exchange.leaves_host(lambda device: device // 4)[1]) == (sent, away)
 
 
+IMAGE, KERNEL, OUTPUT = "f32[1,7,7,3]", "f32[3,3,3,7]", "f32[1,5,5,7]"
+
+
 @pytest.mark.parametrize(
     ("lines", "flops"),
     [
@@ -156,6 +159,10 @@ def test_what_a_collective_sends(line: str, sent: Fraction, away: Fraction) -> N
         # 5 x 5 outputs with 7 features, each from 3 x 3 taps of 3 features.
         ("%a = f32[1,7,7,3] parameter(0)\n%b = f32[3,3,3,7] parameter(1)\nROOT %x = f32[1,5,5,7] convolution(%a, %b), "
          "window={size=3x3}, dim_labels=b01f_01io->b01f", 2 * 25 * 7 * 27),
+        *((f"%x = {x} parameter(0)\n%y = {y} parameter(1)\nROOT %z = ({z}, u8[0]) custom-call(%x, %y), "
+           f'window={{size=3x3}}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$conv{kind}"', 2 * 25 * 7 * 27)
+          for kind, x, y, z in [("Forward", IMAGE, KERNEL, OUTPUT), ("BackwardInput", OUTPUT, KERNEL, IMAGE),
+                                ("BackwardFilter", IMAGE, OUTPUT, KERNEL)]),
         ("%a = f32[8,16] parameter(0)\nROOT %x = f32[8,16] tanh(%a)", 0),
     ],
 )  # fmt: skip
