@@ -34,6 +34,11 @@ CALLED = ("body", "condition", "calls", "to_apply", "branch_computations", "true
 """Attributes that refer to computations."""
 
 Node = int
+Through = Callable[[Node], bool]
+
+
+def anywhere(node: Node) -> bool:
+    return True
 
 
 class Place(NamedTuple):
@@ -85,12 +90,7 @@ class Flow:
         """The results of a computation."""
         return self.leaves(computation, self.module.roots[computation])
 
-    def reached(
-        self,
-        start: Iterable[Node],
-        through: Callable[[Node], bool] = lambda node: True,
-        within: set[str] | None = None,
-    ) -> set[Node]:
+    def reached(self, start: Iterable[Node], through: Through = anywhere, within: set[str] | None = None) -> set[Node]:
         """All nodes that depend on ``start``, inclusive.
 
         Args:
@@ -98,29 +98,18 @@ class Flow:
           through: whether to continue from a node outside of ``start``.
           within: computations to stay in; None for all.
         """
-        return self._walk(self.uses, start, through, within)
+        return self._walk(self.uses, set(start), through, within)
 
-    def closure(
-        self,
-        start: Iterable[Node],
-        through: Callable[[Node], bool] = lambda node: True,
-        within: set[str] | None = None,
-    ) -> set[Node]:
+    def closure(self, start: Iterable[Node], through: Through = anywhere, within: set[str] | None = None) -> set[Node]:
         """All nodes that ``start`` depends on, inclusive; arguments as for `reached`."""
-        return self._walk(self.sources, start, through, within)
+        return self._walk(self.sources, set(start), through, within)
 
-    def _walk(
-        self, edges: Edges, start: Iterable[Node], through: Callable[[Node], bool], within: set[str] | None
-    ) -> set[Node]:
-        starts = set(start)
-
+    def _walk(self, edges: Edges, start: set[Node], through: Through, within: set[str] | None) -> set[Node]:
         def onward(node: Node) -> Iterable[Node]:
-            if node not in starts and not through(node):
-                return ()
-            nodes = edges[node]
+            nodes = edges[node] if node in start or through(node) else ()
             return nodes if within is None else (n for n in nodes if self.places[n].computation in within)
 
-        return walk(starts, onward)
+        return walk(start, onward)
 
     def opcode(self, node: Node) -> str:
         return self.places[node].x.opcode.removesuffix("-start").removesuffix("-done")

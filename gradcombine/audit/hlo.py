@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
     def lists(self, name: str) -> tuple[int, ...]:
         """The attribute of this name, a list of integers; empty if missing."""
         match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(n) for n in match[1].split(",") if n) if match else ()
+        return numbers(match[1]) if match else ()
 
     @property
     def op_name(self) -> str:

@@ -158,10 +158,10 @@ class Graph(Inlined, Subject[Operation]):
                 yield x.inputs[0].shape, x.outputs[0].shape
 
     def narrow_sums(self, loop: Loop[Operation] | None) -> Iterator[tuple[Shape, Operation]]:
-        loop = loop if isinstance(loop, GraphLoop) else None
-        for i, v in enumerate(loop.carried if loop is not None else ()):
-            if loop is not None and v.shape.is_narrow and self._adds_only(i, loop):
-                yield v.shape, loop.operation
+        assert loop is None or isinstance(loop, GraphLoop)
+        if loop is not None:
+            narrow = (i for i, v in enumerate(loop.carried) if v.shape.is_narrow and self._adds_only(i, loop))
+            yield from ((loop.carried[i].shape, loop.operation) for i in narrow)
         written = {handle: x for handle, xs in self.touching.items() for x in xs[::-1] if x.op in WRITES}
         narrow = {handle: x for handle, x in written.items() if x.inputs[1].shape.is_narrow}
         first = min((x.device for x in narrow.values()), default="")
