@@ -68,8 +68,10 @@ def mean(x: Any) -> Any:
     return jax.lax.pmean(x, "data")
 
 
-def mapped(function: Callable[..., Any], mesh: Mesh) -> Any:
-    return jax.shard_map(function, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+def mapped(function: Callable[..., Any], mesh: Mesh, replicated: int = 1) -> Any:
+    """The function of replicated arguments and a batch, on each device."""
+    specs = *[P()] * replicated, P("data")
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
 
 class Case(NamedTuple):
@@ -484,8 +486,7 @@ def in_each_call(devices: Devices, defect: bool, by_compiler: bool) -> Case:
         return optax.apply_updates(params, updates), state, value
 
     state = jax.tree.map(lambda x: spec(mesh, P(), *x.shape, dtype=x.dtype), jax.eval_shape(chosen.init, params(mesh)))
-    own = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
-    function = step if by_compiler else own
+    function = step if by_compiler else mapped(step, mesh, 2)
     return Case(jax.jit(function, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
 
 
@@ -523,7 +524,7 @@ def window_over_calls(devices: Devices, each: Callable[..., Any], whole: Callabl
             params = [jnp.where(full, new, w) for w, new in zip(params, apply(), strict=True)]
         return (count + 1, [jnp.where(full, 0.0, a) for a in sums]), params
 
-    own = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    own = mapped(step, mesh, 2)
     state = spec(mesh, P(), dtype=jnp.int32), params(mesh)
     return Case(jax.jit(own, donate_argnums=(0, 1)), (state, params(mesh), spec(mesh, P("data"), ROWS, WIDTH)))
 

@@ -226,28 +226,14 @@ def test_a_permutation_without_pairs_sends_nothing() -> None:
     assert (found.exchanges, classes(found)["zero"]) == ([], 1)
 
 
-JOINED = """HloModule jit_f, is_scheduled=true, num_partitions=2
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (x: f32[8]) -> f32[4] {
-  %x = f32[8]{0} parameter(0)
-  %begun = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
-  %done = f32[8]{0} all-reduce-done(%begun)
-  ROOT %part = f32[4]{0} slice(%done), slice={[0:4]}, metadata={source_file="step.py" source_line=7}
-}
-"""
-
-
 def test_a_collective_without_a_line_has_that_of_what_takes_its_result() -> None:
     """XLA gives no source line to a collective that it merged from several."""
-    program = Program(JOINED)
-    (exchange,) = program.exchanges
-    assert program.source(exchange.x) == "step.py:7"
+    found = program("""%x = f32[8] parameter(0)
+    %begun = f32[8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
+    %done = f32[8] all-reduce-done(%begun)
+    ROOT %part = f32[4] slice(%done), slice={[0:4]}, metadata={source_file="step.py" source_line=7}""")
+    (exchange,) = found.exchanges
+    assert found.source(exchange.x) == "step.py:7"
 
 
 @pytest.mark.needs("flax", "equinox")
