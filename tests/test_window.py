@@ -82,11 +82,11 @@ class Step(NamedTuple):
 
 def run(window: Window, steps: Sequence[Step]) -> tuple[Host, Any]:
     """The host with all it applied, and the last state."""
-    host, state, in_a_row = Host(), window.init(numbers(0)), 0
+    host, state, all_skipped = Host(), window.init(numbers(0)), np.bool_(False)
     for value, weight, skipped, flush in steps:
+        all_skipped = skipped & (all_skipped | ~window.is_partial(state))
         state = window.contribute(state, numbers(value), weight, skipped=skipped)
-        in_a_row = in_a_row + 1 if skipped else 0
-        state, due = window.due(state, flush=flush, skipped_in_a_row=np.int32(in_a_row))
+        state, due = window.due(state, flush=flush, all_skipped=all_skipped)
         window.apply_if(due, state, host.apply, 0, host.run_if)
     return host, state
 

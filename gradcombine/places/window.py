@@ -168,7 +168,7 @@ class Window(Settings):
         return state._replace(step=over if condition is True else backend.where(condition, over, state.step))
 
     def due(
-        self, state: AccumulateState, *, flush: Array | bool = False, skipped_in_a_row: Array | None = None
+        self, state: AccumulateState, *, flush: Array | bool = False, all_skipped: Array | None = None
     ) -> tuple[AccumulateState, Array]:
         """Ends the window if it is full or flushed; returns whether to apply it.
 
@@ -178,8 +178,7 @@ class Window(Settings):
         Args:
           state: the state after a contribution.
           flush: whether to end the window after this contribution. The same on all replicas, see `agreed`.
-          skipped_in_a_row: the number of consecutive skipped contributions up to this one, of this window and earlier
-            ones. None if none was skipped.
+          all_skipped: whether all contributions of this window were skipped; None: not all.
 
         Returns:
           The state, and a boolean scalar; a Python bool if ``flush`` is one and decides alone.
@@ -188,9 +187,9 @@ class Window(Settings):
         is_static = isinstance(flush, bool) and (flush or self.ends_by_flush)
         full = flush if is_static else self.is_full(state) | flush
         ended = self.end(state, full)
-        if full is False or skipped_in_a_row is None:
+        if full is False or all_skipped is None:
             return ended, full
-        return ended, full & (skipped_in_a_row < state.step)
+        return ended, full & ~all_skipped
 
     def value(self, state: AccumulateState) -> Tree:
         """The result of the window, combined over its microbatches and the replicas."""

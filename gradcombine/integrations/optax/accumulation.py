@@ -46,7 +46,8 @@ class AccumulateUpdatesState(NamedTuple):
       applied: boolean scalar, whether the inner transformation ran in the last update.
       skip: with a skip function: ``skipped``, int32, the number of microbatches left out since the state was created;
         ``in_a_row``, the number of consecutive ones among the last; ``detail``, the second result of the last call of
-        the function, different on each replica. Without one: ().
+        the function, different on each replica; ``all_of_window``, whether the open window has no other microbatches.
+        Without one: ().
     """
 
     window: AccumulateState
@@ -235,7 +236,7 @@ class Accumulation:
         skipped: Tree = ()
         if self._skip is not None:
             updates = like if terms is None else dict.fromkeys(terms.denominators, like)
-            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates), jnp.asarray(False))
         # Where an axis is not bound, outside the mapped function or in one over other axes, there is nothing to mark.
         with contextlib.suppress(GradCombineError):
             window, skipped = self.window.mark_varying(window), self._varying(skipped)
@@ -300,13 +301,14 @@ class Accumulation:
         flush, left_out = self.window.agreed([require_flag("flush", flush), left_out])
         window = self.window.contribute(state.window, contribution, weight, skipped=left_out, number=number)
         skipped: Tree = ()
-        in_a_row = None
+        all_skipped = None
         if self._skip is not None:
-            # At position -1 there are earlier contributions, see `AccumulateState.step`, so not all are skipped ones.
-            in_a_row = jnp.where(left_out & (state.window.step >= 0), state.skip.in_a_row + 1, 0)
+            # Not determined from counts: a window that is resumed under another length has another position.
+            all_skipped = left_out & (state.skip.all_of_window | ~self.window.is_partial(state.window))
+            in_a_row = jnp.where(left_out, state.skip.in_a_row + 1, 0)
             count = jnp.where(left_out, state.skip.skipped + 1, state.skip.skipped)
-            skipped = self._varying(SkipState(count, in_a_row, detail))
-        window, due = self.window.due(window, flush=flush, skipped_in_a_row=in_a_row)
+            skipped = self._varying(SkipState(count, in_a_row, detail, jnp.asarray(all_skipped)))
+        window, due = self.window.due(window, flush=flush, all_skipped=all_skipped)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
     def _varying(self, skipped: Tree) -> Tree:

@@ -30,12 +30,14 @@ class SkipState(NamedTuple):
     Attributes:
       skipped: int32 scalar, the number of microbatches left out since the state was created.
       in_a_row: int32 scalar, the number of consecutive microbatches left out up to the last one.
-      detail: the second result of the last call of the skip function. It differs between replicas, unlike the counts.
+      detail: the second result of the last call of the skip function. It differs between replicas, unlike the others.
+      all_of_window: boolean scalar, whether all microbatches of the window so far were left out.
     """
 
     skipped: Array
     in_a_row: Array
     detail: Tree
+    all_of_window: Array
 
 
 _NOT_GIVEN = object()

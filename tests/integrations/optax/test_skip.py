@@ -46,7 +46,7 @@ def test_what_is_left_out_has_no_weight_and_counts_as_a_step(mode: str, order: A
     grads, weights = vectors(1, bad, 3, bad, bad, 4), np.float32([1, 7, 3, 7, 7, 2])
     outputs, state = run(accumulate(NEGATE, 3, skip=skip, order=order), PARAMS, grads, mode, weight=weights)
     assert firsts(outputs) == [0, 0, -(1 * 1 + 3 * 3) / 4, 0, 0, -4]
-    assert state.skip._fields == ("skipped", "in_a_row", "detail")
+    assert state.skip._fields == ("skipped", "in_a_row", "detail", "all_of_window")
     assert (int(state.skip.skipped), int(state.skip.in_a_row)) == (3, 0)
     assert (int(state.window.step), int(state.window.index)) == (OVER, 1)
 
@@ -142,6 +142,16 @@ def test_a_resized_window_keeps_its_microbatch_if_the_others_are_left_out() -> N
     outputs, steps = jax.vmap(resumed, axis_name="replicas")(stacked)
     np.testing.assert_array_equal(outputs, [[0, 0], [-3, -3]])
     assert steps.tolist() == [OVER, OVER]
+
+
+@OPTAX_PROMOTES
+@pytest.mark.parametrize(("every", "position"), [(2, 1), (4, 5)])  # on twice as many replicas; with a shorter window
+def test_a_resumed_window_with_the_state_of_its_skips_keeps_its_microbatch(every: int, position: int) -> None:
+    """One microbatch, after which all are left out: more of them in a row than the new window has microbatches."""
+    _, state = run(accumulate(NEGATE, 8, skip=skip_not_finite()), PARAMS, vectors(3, *[NAN] * 4), "eager")
+    state = state._replace(window=state.window._replace(step=jnp.int32(position)))
+    updates, state = accumulate(NEGATE, every, skip=skip_not_finite()).update(vectors(NAN)[0], state, PARAMS)
+    assert (updates["w"][0], bool(state.applied), int(state.skip.in_a_row)) == (-3, True, 5)
 
 
 def test_over_none_is_local() -> None:
