@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -132,7 +132,10 @@ def optimized(
     optimizer: optax.GradientTransformationExtraArgs, gradients: Tree, state: Tree, params: Tree, **extra_args: Tree
 ) -> tuple[Tree, Tree]:
     """The updates of an optimizer, and its new state in the dtypes of the old one."""
-    result = optimizer.update(gradients, state, params, **extra_args)
+    is_like_params = params is None or jax.tree.structure(gradients) == jax.tree.structure(params)
+    expected = "an optimizer for the results of the reduction, whose structure is not that of the parameters"
+    with nullcontext() if is_like_params else translate_errors(expected):
+        result = optimizer.update(gradients, state, params, **extra_args)
     updates, new = require_tuple("an optimizer that returns a tuple of updates and state", result, 2)
     return updates, keep_dtypes(new, state)
 

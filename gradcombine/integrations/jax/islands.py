@@ -134,7 +134,7 @@ def outer(
         params, anchors, inner = kept
         moved = [difference(a, p).astype(jnp.float32) for a, p in zip(anchors, params, strict=True)]
         gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
-        gradient = [g.astype(x.dtype) for g, x in zip(gradient, anchors, strict=True)]
+        gradient = tree.map(lambda x, g: g.astype(x.dtype), anchors, gradient)
         updates, inner = optimized(outer_optimizer, gradient, inner, anchors)
         new: Tree = apply_updates(anchors, updates)
         return (list(new), list(new), inner), ()

@@ -95,8 +95,9 @@ def optimize(
       The new ``(params, opt_state)``, in their old dtypes, and the metrics.
     """
     (params, old_state), values = kept, objective.reported(combined)
-    shapes = [np.shape(x) for x in jax.tree.leaves(params)]
-    has_shards = [np.shape(x) for x in jax.tree.leaves(values["grads"])] != shapes
+    grads, structure = jax.tree.flatten(values["grads"])
+    leaves, like = jax.tree.flatten(params)
+    has_shards = structure == like and [*map(np.shape, grads)] != [*map(np.shape, leaves)]
     try:
         updates, opt_state = optimized(optimizer, values["grads"], old_state, params, value=values["total"])
         if has_shards and jax.tree.map(np.shape, updates) != jax.tree.map(np.shape, params):

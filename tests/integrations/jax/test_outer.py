@@ -146,9 +146,9 @@ def test_small_steps_in_float64_are_not_lost() -> None:
         np.testing.assert_array_equal(jax.vmap(island, axis_name=AXIS)(jnp.arange(2)), 1 - np.full((2, 2), 2.0**-40))
 
 
-def called(name: str, *arguments: Any, params: Any = None, state: Any = None) -> None:
+def called(name: str, *arguments: Any, params: Any = None, state: Any = None, reduction: Any = None) -> None:
     """Calls a method on two islands; without ``params`` and ``state``, nothing but the other arguments is wrong."""
-    islands = outer(optax.sgd(1.0), 2, OVER)
+    islands = outer(optax.sgd(1.0), 2, OVER, reduction=reduction)
     made = islands.init({"w": jnp.zeros(3)})
     given = {"w": jnp.zeros(3)} if params is None else params, made if state is None else state
     jax.vmap(lambda _: getattr(islands, name)(*given, *arguments), axis_name=AXIS)(jnp.arange(2))
@@ -168,6 +168,7 @@ BAD = {
     "no collective": lambda: outer(optax.sgd(1.0), 2, "island"),
     "more fragments than steps": lambda: outer(optax.sgd(1.0), 2, OVER, fragments=3),
     "a reduction that was not called": lambda: outer(optax.sgd(1.0), 2, OVER, reduction=gc.reductions.mean),
+    "a reduction to more than gradients": lambda: called("update", reduction=gc.reductions.moments()),
     "integers": lambda: outer(optax.sgd(1.0), 2, OVER).init({"n": np.arange(3)}),
     "floats of 8 bits": lambda: outer(optax.sgd(1.0), 2, OVER).init({"n": jnp.zeros(3, jnp.float8_e4m3fn)}),
     "another state": lambda: called("update", state={}),

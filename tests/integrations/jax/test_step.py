@@ -344,6 +344,20 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (NEGATE, r"train_step: leaf \['w'\]: expected the structure to have a leaf here, received a Moments"),
+        (optax.adam(1.0), "train_step: expected an optimizer for the results of the reduction"),
+    ],
+    ids=["sgd", "adam"],
+)
+def test_reductions_to_more_than_gradients_are_not_taken_for_shards(optimizer: Any, message: str) -> None:
+    step, params = made(optimizer=optimizer, every=1, reduction=reductions.moments()), start()
+    with pytest.raises(gc.GradCombineError, match=message):
+        step(params, step.init(params), *ones(2))
+
+
+@pytest.mark.parametrize(
     ("options", "state", "message"),
     [
         ({}, optax.EmptyState, "expected a TrainState, from step.init.*, received EmptyState"),
