@@ -124,8 +124,8 @@ def _left_out(directory: Path) -> list[Path]:
     dumps = _dumps(directory)
     stems = {path.name.split(".")[0] for path in dumps}
     forms = {_NUMBER.sub("#", stem) for stem in stems if _NUMBER.search(stem)}
-    others = [(path, path.name.split(".")[0]) for path in sorted(directory.iterdir()) if path not in dumps]
-    unknown = [path for path, stem in others if stem not in stems and _NUMBER.sub("#", stem) in forms]
+    files = [(path, path.name.split(".")[0]) for path in sorted(directory.iterdir())]
+    unknown = [path for path, stem in files if stem not in stems and _NUMBER.sub("#", stem) in forms]
     return [path for path in dumps if _step(path) is None] + unknown
 
 

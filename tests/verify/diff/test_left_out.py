@@ -6,7 +6,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import h5py
@@ -223,6 +223,19 @@ def test_files_of_unknown_formats_that_are_named_like_dumps_do_not_pass(tmp_path
     report = diff_steps(tmp_path / "a", tmp_path / "b")
     assert not report.passes
     assert report.left_out == (str(tmp_path / "b" / "step_1.msgpack"),)
+
+
+def test_files_of_a_run_are_not_compared_with_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in "ab":
+        (tmp_path / side).mkdir()
+        for step in range(60):
+            (tmp_path / side / f"step_{step}.json").touch()
+        np.savez(tmp_path / side / "step_0.npz", w=ONES)
+    comparisons: list[object] = []
+    equals = PurePath.__eq__
+    monkeypatch.setattr(PurePath, "__eq__", lambda one, other: comparisons.append(one) or equals(one, other))
+    diff_steps(tmp_path / "a", tmp_path / "b")
+    assert not comparisons
 
 
 def test_data_of_hdf5_that_was_never_written_is_not_zero(tmp_path: Path) -> None:
