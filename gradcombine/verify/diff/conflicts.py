@@ -36,13 +36,15 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
     """
     by_words: defaultdict[object, list[Pair]] = defaultdict(list)
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
-    pairs = [pair for pair in pairs if a[pair.a].size <= MAX_SIZE and not a[pair.a].unread]
+    pairs = [pair for pair in pairs if a[pair.a].size <= MAX_SIZE]
     for pair in pairs:
         if pair.reason not in ("values", "similar name"):
             continue
         shapes = a[pair.a].shape, b[pair.b].shape
         by_words[(shapes, *map(_words, pair[:2]))].append(pair)
         by_module[(shapes, *(_module(name)[1] for name in pair[:2]))].append(pair)
+    if not by_words:
+        return
     for group in by_words.values():
         left, right = _ranks([pair.a for pair in group]), _ranks([pair.b for pair in group])
         if not _have_one_order(left, right, any(upsamples(name) for pair in group for name in pair[:2])):
@@ -74,8 +76,10 @@ def _against_others(
     """
     counts, groups = Counter[tuple[Hashable, Hashable]](), defaultdict[tuple[Hashable, Hashable], list[Pair]](list)
     counts.update((words(pair.a), words(pair.b)) for pair in pairs)
+    ambiguous = Counter(p for p, _ in counts)
     for pair in by_values:
-        groups[words(pair.a), words(pair.b)].append(pair)
+        if ambiguous[words(pair.a)] > 1:
+            groups[words(pair.a), words(pair.b)].append(pair)
     for ((p, y), group), ((q, x), others) in permutations(groups.items(), 2):
         if p != q and x != y and min(counts[p, x], counts[q, y]) >= max(counts[p, y], counts[q, x]) + margin:
             fitting = ((one, two.b) for one, two in product(group, others) if a[one.a].shape == a[two.a].shape)

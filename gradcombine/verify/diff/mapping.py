@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 from gradcombine.errors import invalid, operation
@@ -194,13 +195,14 @@ def canonical(name: str) -> tuple[str, ...]:
     return tuple(SYNONYMS.get(word, word) for word in _words(name) if word not in WRAPPERS)
 
 
-def _words(name: str) -> list[str]:
+@lru_cache(maxsize=1 << 16)
+def _words(name: str) -> tuple[str, ...]:
     """The words and numbers of a name, without the number of a TensorFlow output (":0") or a "value" at its end."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", re.sub(r":\d+(?=\W*$)", "", name))
     words: list[str] = re.findall(r"[a-z]+|\d+", spaced.lower())
     while words and words[-1] in ("value", "values"):  # elsewhere it is the value projection of an attention
         words.pop()
-    return words
+    return tuple(words)
 
 
 def _common_words(a: Dump, b: Dump) -> Callable[[Dump, str], Hashable]:
@@ -249,8 +251,8 @@ def last_word(name: str) -> str:
     >>> last_word("dense_1.weight"), last_word("params/['dense/kernel:0']"), last_word("layers/dense/vars/0")
     ('weight', 'kernel', 'kernel')
     """
-    words = _words(name) or [""]
-    if words[-2:] == ["vars", "0"]:  # in Keras' files
+    words = _words(name) or ("",)
+    if words[-2:] == ("vars", "0"):  # in Keras' files
         return "embeddings" if "embedding" in words else "kernel"
     return "kernel" if words[-1] == "w" else words[-1]
 

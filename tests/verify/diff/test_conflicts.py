@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.verify.diff.comparing import DiffReport, diff
+from gradcombine.verify.diff.conflicts import crossed
+from gradcombine.verify.diff.mapping import Pair
 from gradcombine.verify.diff.rules import Rule, Rules
 from tests.verify.diff.test_command import run, saved
 from tests.verify.diff.test_mapping import dump
@@ -355,3 +359,26 @@ def test_numbers_in_names_may_have_thousands_of_digits() -> None:
     a = dict(zip((f"a{number}.w", f"a{number}.z", f"q/vars/{number}"), values, strict=True))
     b = dict(zip((f"b{number}.x", f"b1{number}.y", "t/vars/1"), values, strict=True))
     assert diff(dump(a), dump(b)).passes
+
+
+def calls(function: Callable[[], object]) -> int:
+    """The number of calls of functions, Python's and built-in ones, that a call makes."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return events.count("call") + events.count("c_call")
+
+
+def test_the_cost_of_names_without_common_words_is_linear() -> None:
+    def cost(number: int) -> int:
+        words = ["".join(letters) for letters in itertools.islice(itertools.product("cdfhjm", repeat=4), number)]
+        sides = [
+            {f"{word}{end}/kernel": np.float32(i) + np.ones((5, 3)) for i, word in enumerate(words)} for end in "ps"
+        ]
+        pairs = [Pair(*names, None, "values") for names in zip(*sides, strict=True)]
+        return calls(lambda: [*crossed(dump(sides[0]), dump(sides[1]), pairs)])
+
+    assert cost(400) < 6 * cost(100)
