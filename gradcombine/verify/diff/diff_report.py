@@ -247,13 +247,9 @@ def _cells(row: Row) -> Cells:
 def _worst(leaf: LeafDifference) -> str:
     if leaf.worst is None:
         return ""
-    a, b = (_digits(x, dtype) for x, dtype in zip((leaf.worst.a, leaf.worst.b), leaf.dtypes, strict=True))
-    return f"{leaf.position(leaf.worst)} {a} | {b}"
-
-
-def _digits(value: object, dtype: str) -> str:
-    """A number with the fewest digits that identify it in its dtype."""
-    return str(np.float32(value)) if isinstance(value, float) and dtype != "float64" else repr(value)
+    # A scalar of the leaf's dtype prints no more digits than this dtype has.
+    sides = zip((leaf.worst.a, leaf.worst.b), leaf.dtypes, strict=True)
+    return f"{leaf.position(leaf.worst)} {' | '.join(str(np.dtype(dtype).type(x)) for x, dtype in sides)}"
 
 
 def _histogram(row: Row) -> Histogram:

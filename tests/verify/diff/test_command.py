@@ -65,6 +65,12 @@ def test_an_allowance_passes(dumps: tuple[Path, Path], option: str, value: float
     assert run(*dumps, option, 0)[0] == 1
 
 
+def test_numbers_have_the_digits_of_their_dtype(tmp_path: Path) -> None:
+    sides = ({"half": np.float16([x]), "complex": np.complex64([1 + x * 1j])} for x in (0.1, 0.2))
+    code, output = run(*saved(tmp_path, *sides))
+    assert code == 1 and "[0] 0.1 | 0.2" in output and "[0] (1+0.1j) | (1+0.2j)" in output
+
+
 def test_nan_is_no_small_relative_difference(tmp_path: Path) -> None:
     paths = saved(tmp_path, {"x": np.float32([1, np.nan])}, {"x": np.float32([1, 2])})
     assert run(*paths, "--rtol", 1)[0] == 1
