@@ -183,7 +183,7 @@ def scaled(
     yield "sum of each * (1 / n)", lambda: order([times(x, one / count) for x in trees])
     if weights is None:
         return
-    rounded, units = [dtype.type(w) for w in weights], dtype.type(sum(weights))
+    rounded, units = [dtype.type(float(w)) for w in weights], dtype.type(float(sum(weights)))  # also beyond int64
     weighted = cache(lambda: order(list(map(times, trees, rounded))))
     yield "weighted sum", weighted
     yield "weighted sum / total weight", lambda: over(weighted(), units)

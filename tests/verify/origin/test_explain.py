@@ -230,6 +230,13 @@ def test_replicas_hold_equally_many_contributions() -> None:
     assert explain(contributions, sum(contributions), ranks=(3, 2)).matches
 
 
+def test_integer_weights_may_exceed_64_bits() -> None:
+    weights = [2**70, 2**71]
+    result = np.float32(2**70) * np.float32([1, 2]) + np.float32(2**71) * np.float32([3, 4])
+    found = explain([np.float32([1, 2]), np.float32([3, 4])], result, weights)
+    assert "weighted sum" in {verdict.candidate.scaling for verdict in found.matches}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
 def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:
