@@ -90,7 +90,7 @@ class FlightRecorder(Recording):
 
     name = "FlightRecorder"
 
-    @operation("FlightRecorder")
+    @operation("FlightRecorder", renames=True)
     def __init__(self, path: str | os.PathLike[str], like: Tree, *, twins: Sequence[str] = (), behind: int = 1) -> None:
         super().__init__()
         self._leaves = _leaves_of(like)
@@ -327,7 +327,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     if not path.stat().st_size:
         raise invalid("a log of digests", f"{path}, which is empty")
     if not is_log(path):
-        raise invalid("two logs of digests", f"{path}, which is not a log")
+        raise invalid("a log of digests", f"{path}, which is not a log")
     with open(path, "rb") as file:
         mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
     header: dict[str, Any] = {}

@@ -189,7 +189,7 @@ def test_damage_and_other_files_are_refused(tmp_path: Path) -> None:
     assert compared(a, tmp_path / "digit").problems != ()
     for expected, make in {
         "a log of the same leaves": lambda: FlightRecorder(a, {"x": np.ones(2)}),
-        "a log that begins|two logs": lambda: FlightRecorder(tmp_path / "other", LIKE),
+        "a log of digests, received .*, which is not a log": lambda: FlightRecorder(tmp_path / "other", LIKE),
         "twins among": lambda: FlightRecorder(tmp_path / "new.log", LIKE, twins=["parms"]),
         "of shape": lambda: write(tmp_path / "new.log", {(0, 0): gc.digest(LIKE)[:2]}),
         "received object of shape": lambda: write(tmp_path / "new.log", {(0, 0): object()}),
@@ -339,6 +339,12 @@ def test_digests_of_another_form_are_refused(tmp_path: Path, digests: Any) -> No
         with pytest.raises(GradCombineError, match=r"^FlightRecorder: "):
             recorder(1, digests)
     assert rows_of(tmp_path / "log") == [(0, EVERY)]
+
+
+def test_only_a_log_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a file of something else\n")
+    with pytest.raises(GradCombineError, match=r"^FlightRecorder: expected a log of digests, received .*not a log$"):
+        FlightRecorder(tmp_path / "log", ONE)
 
 
 @pytest.mark.parametrize("replica", [-2, -1])
