@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.reporting.words import listed
+from gradcombine.reporting import listed
 from gradcombine.verify.check.running import Floats, NotWide, Result, Rows, Split
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import Cause

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.errors import invalid, operation
-from gradcombine.reporting.words import listed
+from gradcombine.reporting import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter

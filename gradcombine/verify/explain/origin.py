@@ -13,7 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import invalid, operation, require_integer, require_items, require_number
 from gradcombine.reductions import dtypes
-from gradcombine.reporting.words import listed
+from gradcombine.reporting import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Array, Tree
 from gradcombine.verify.compare.ulp import ulp_distance

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.errors import invalid, operation, require_path, shown
-from gradcombine.reporting.words import listed
+from gradcombine.reporting import listed
 from gradcombine.verify.diff.by_step import dumps_by_step
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed, require_rules
 from gradcombine.verify.diff.dumps import Dump, open_dump

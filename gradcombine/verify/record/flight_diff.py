@@ -11,8 +11,8 @@ from typing import NamedTuple
 from gradcombine.errors import operation
 from gradcombine.formats import unread
 from gradcombine.reductions.numbered import ranges
+from gradcombine.reporting import listed
 from gradcombine.reporting.sections import Cells, Section
-from gradcombine.reporting.words import listed
 from gradcombine.verify.diff.comparing import require_rules
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import match
