@@ -13,7 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
 from gradcombine.errors import invalid, operation, require_equal, require_given, require_integer
-from gradcombine.formats.entry import holds_numbers
+from gradcombine.formats import holds_numbers
 from gradcombine.settings import check
 from gradcombine.types import Array, Leaf, Tree
 

@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
+from gradcombine import formats
 from gradcombine.errors import invalid
-from gradcombine.formats import entry
-from gradcombine.formats.entry import Entry
+from gradcombine.formats import Entry, from_pieces, holds_numbers, unread
 
 _SUFFIX = ".npy"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -89,31 +89,31 @@ def _require_plausible(member: zipfile.ZipInfo, compressed: bool) -> None:
 
 def _entry(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entry:
     if not member.filename.endswith(_SUFFIX):
-        return entry.unread(name, "a file that is not an .npy array")
+        return unread(name, "a file that is not an .npy array")
     with archive.open(member) as stream:
         version = npy.read_magic(stream)
         if version not in _HEADERS:
-            return entry.unread(name, f"an .npy array of format {'.'.join(map(str, version))}")
+            return unread(name, f"an .npy array of format {'.'.join(map(str, version))}")
         try:
             shape, fortran, dtype = _HEADERS[version](stream)
         except _UNPARSED as error:
             # NumPy saves the 8-bit floats of ml_dtypes as "<f1", a dtype that it cannot read.
             if "dtype" in str(error):
-                return entry.unread(name, str(error))
+                return unread(name, str(error))
             expected = "an .npy header: a dict of descr, fortran_order and shape"
             raise invalid(expected, "malformed or deeply nested text", name) from error
         start = stream.tell()
     if dtype.hasobject:
-        return entry.unread(name, "Python objects", shape)
+        return unread(name, "Python objects", shape)
     numbers = np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype("V2") else dtype
     nbytes = math.prod(shape) * dtype.itemsize
     if any(n < 0 for n in shape) or start + nbytes != member.file_size:
         received = f"one of {member.file_size} bytes with its header of {start}"
         raise invalid(f"an array of {dtype}{shape}, {nbytes} bytes", received, name)
-    if not entry.holds_numbers(numbers):
-        return entry.unread(name, f"elements of dtype {dtype}", shape)
+    if not holds_numbers(numbers):
+        return unread(name, f"elements of dtype {dtype}", shape)
     contents = partial(_pieces, archive, member, start, shape, fortran, numbers)
-    return entry.from_pieces(name, shape, numbers, contents)
+    return from_pieces(name, shape, numbers, contents)
 
 
 def _pieces(
@@ -130,5 +130,5 @@ def _pieces(
             yield np.frombuffer(stream.read(), dtype).reshape(shape, order="F").reshape(-1)
             return
         # zipfile verifies the checksum on the read at the end of the entry.
-        while data := stream.read(entry.PIECE * dtype.itemsize):
+        while data := stream.read(formats.PIECE * dtype.itemsize):
             yield np.frombuffer(data, dtype)

@@ -16,9 +16,9 @@ from typing import IO, Any, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
+from gradcombine import formats
 from gradcombine.errors import GradCombineError, invalid, require_equal
-from gradcombine.formats import entry
-from gradcombine.formats.entry import Entry
+from gradcombine.formats import Entry, from_pieces, unread
 from gradcombine.types import Array
 
 DTYPES = {
@@ -89,11 +89,11 @@ def read(path: Path) -> Contents:
             raise invalid(f"bytes that begin at {end}", f"{start} to {stop}", name)
         end = stop
         if dtype is None:
-            entries[name] = entry.unread(name, f"elements of dtype {dtype_name}", shape)
+            entries[name] = unread(name, f"elements of dtype {dtype_name}", shape)
             continue
         require_equal(f"the bytes of {dtype}{shape}, {{}}", math.prod(shape) * dtype.itemsize, stop - start, name)
         contents = partial(_pieces, path, 8 + length + start, stop - start, dtype)
-        entries[name] = entry.from_pieces(name, shape, dtype, contents)
+        entries[name] = from_pieces(name, shape, dtype, contents)
     require_equal(f"a file of {{}} bytes in {path.name}", 8 + length + end, size)
     return Contents({name: entries[name] for name in fields}, texts)
 
@@ -101,7 +101,7 @@ def read(path: Path) -> Contents:
 def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
         file.seek(start)
-        while nbytes and (data := file.read(min(nbytes, entry.PIECE * dtype.itemsize))):
+        while nbytes and (data := file.read(min(nbytes, formats.PIECE * dtype.itemsize))):
             nbytes -= len(data)
             yield np.frombuffer(data, dtype)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, in_words, require_numbers
 from gradcombine.errors import GradCombineError, invalid, operation
-from gradcombine.formats.entry import holds_numbers
+from gradcombine.formats import holds_numbers
 from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.plain import last
 from gradcombine.resilience import ledger

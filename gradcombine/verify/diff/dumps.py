@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.errors import GradCombineError, first_line, importing, invalid, operation, require_path, shown
-from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
+from gradcombine.formats import Entry, from_array, from_blocks, holds_numbers, npz, safetensors, unread
 from gradcombine.verify.diff import pytorch
 
 Dump: TypeAlias = Mapping[str, Entry]
@@ -231,7 +231,7 @@ def _hdf5_entry(name: str, node: Any) -> Entry:
         dtype = np.dtype(ml_dtypes.bfloat16)
     if node.shape is None:
         return unread(name, "a dataset without a shape")
-    if not entry.holds_numbers(dtype):
+    if not holds_numbers(dtype):
         return unread(name, f"elements of dtype {dtype}", node.shape)
     if node.is_virtual or node.external:
         return unread(name, "a dataset whose contents are in other files", node.shape)
@@ -271,7 +271,7 @@ def _read_tensorflow(path: Path) -> Dump:
         short = key.removesuffix(_SUFFIX)
         name = key if short != key and short in shapes else short
         shape, dtype = tuple(shapes[key]), np.dtype(dtypes[key].as_numpy_dtype)
-        if entry.holds_numbers(dtype):
+        if holds_numbers(dtype):
             entries[name] = from_array(name, shape, dtype, lambda key=key: np.asarray(reader.get_tensor(key)))
         else:
             entries[name] = unread(name, f"elements of dtype {dtypes[key].name}", shape)
@@ -317,7 +317,7 @@ def _orbax_entries(directory: Path) -> Iterator[Entry]:
         if with_file[leaf.name] > 1:
             # {"a": {"b": x}, "a.b": y} is one array on disk; Orbax has lost the other.
             yield unread(name, f"one array, {leaf.name}, for {with_file[leaf.name]} leaves", shape)
-        elif dtype is None or not entry.holds_numbers(np.dtype(dtype)):
+        elif dtype is None or not holds_numbers(np.dtype(dtype)):
             yield unread(name, f"a leaf of type {type(leaf).__name__.removesuffix('Metadata')}", shape)
         else:
             yield from_array(name, shape, np.dtype(dtype), partial(store.load, keys))

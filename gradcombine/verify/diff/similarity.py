@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.formats import entry
-from gradcombine.verify.diff.dumps import Dump, Entry
+from gradcombine.formats import PIECE, Entry
+from gradcombine.verify.diff.dumps import Dump
 
 Axes: TypeAlias = tuple[int, ...]
 
@@ -261,8 +261,8 @@ def _sketch(pieces: Iterable[np.ndarray]) -> np.ndarray:
     """The direction of a vector in `WIDTH` numbers: each element is added to, or subtracted from, one of them."""
     out, square, start = np.zeros(WIDTH), 0.0, 0
     for piece in pieces:
-        for begin in range(0, piece.size, entry.PIECE):
-            x = _numbers(piece[begin : begin + entry.PIECE])
+        for begin in range(0, piece.size, PIECE):
+            x = _numbers(piece[begin : begin + PIECE])
             position = np.arange(start, start + x.size, dtype=np.uint64)
             # The first `WIDTH` elements get one number each, so small leaves are not projected.
             mixed = np.where(position < WIDTH, position, _mixed(position))

@@ -13,8 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from gradcombine import GradCombineError
-from gradcombine.formats import entry
+from gradcombine import GradCombineError, formats
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import open_dump
 from tests.verify.diff.conftest import BFLOAT16, Arrays, flat, npz, orbax, parameters, safetensors, tensorflow
@@ -56,7 +55,7 @@ def test_keras_weights_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_large_arrays_come_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: Any) -> None:
-    monkeypatch.setattr(entry, "PIECE", 7)
+    monkeypatch.setattr(formats, "PIECE", 7)
     array = np.asarray(np.arange(40, dtype=np.float32).reshape(8, 5), order=order)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = array
