@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,8 +14,8 @@ from gradcombine.verify.compare.reference import Errors, Judgement, errors, judg
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
 from gradcombine.verify.diff.dumps import Dump, Entry, require_dump
-from gradcombine.verify.diff.key_orders import common, flipped
-from gradcombine.verify.diff.mapping import Matching, Pair, conventional_axes, last_word, match, words_of
+from gradcombine.verify.diff.layouts import common
+from gradcombine.verify.diff.mapping import Pair, conventional_axes, flipped, last_word, match, with_flipped, words_of
 from gradcombine.verify.diff.rules import NO_RULES, Rules
 from gradcombine.verify.diff.similarity import ALIKE, closest
 
@@ -196,7 +195,7 @@ def diff(
         reference = second if named_as_b else first
     a, b, known = common(a, b, fixed, gradients)
     elements = sum(entry.size for entry in a.values())
-    matching = _with_flipped(a, b, match(a, b, rules, lambda name: progress(f"matching {name}", 0, elements), known))
+    matching = with_flipped(a, b, match(a, b, rules, lambda name: progress(f"matching {name}", 0, elements), known))
     total, done = sum(a[pair.a].size for pair in matching.pairs), 0
     rows: list[Row] = []
     left_out: list[LeftOut] = []
@@ -279,29 +278,6 @@ def _is_ambiguous(row: Row) -> bool:
     ):
         return True
     return len(shape) > 1 and (shape[-1] == shape[-2] if _is_kernel(row) else shape[0] == shape[1])
-
-
-TRIED = 64
-"""Number of leaves of the same shape that are tried as the flipped kernel of a transposed convolution."""
-
-
-def _with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:
-    """Adds the pairs of transposed convolutions among the unmatched leaves."""
-    pairs, rest = list(matching.pairs), dict.fromkeys(matching.only_b)
-    by_shape: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name in rest:
-        by_shape[tuple(sorted(b[name].shape))].append(name)
-    for x in matching.only_a:
-        # A convolution's kernel has three axes or more.
-        candidates = by_shape[tuple(sorted(a[x].shape))] if len(a[x].shape) > 2 else []
-        flips = (flipped(a, b, Pair(x, y, None, "values")) for y in candidates[:TRIED])
-        pair = next(filter(None, flips), None)
-        if pair is not None:
-            pairs.append(pair)
-            candidates.remove(pair.b)
-            rest.pop(pair.b)
-    matched = {pair.a for pair in pairs}
-    return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in matched), tuple(rest))
 
 
 def _mixed_up(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable
 from functools import lru_cache
 from typing import NamedTuple, cast
+
+import numpy as np
 
 from gradcombine.errors import invalid, operation
 from gradcombine.verify.diff import similarity
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.rules import NO_RULES, Rules
-from gradcombine.verify.diff.similarity import Axes, closest
+from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, Axes, closest, cosine
 
 WRAPPERS = frozenset(
     (
@@ -42,7 +44,7 @@ class Pair(NamedTuple):
     Attributes:
       a, b: their names.
       axes: the order of b's axes that gives a; None if both have the same order.
-      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"gates"`` (`gradcombine.verify.diff.recurrent`),
+      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"gates"`` (`gradcombine.verify.diff.layouts`),
         ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
       flipped: the axes of b that are reversed.
     """
@@ -305,8 +307,51 @@ def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes |
 
 def _unique(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> Iterable[tuple[str, str]]:
     """Pairs of leaves with equal keys that are unique in both dumps."""
-    counts = Counter(key(a, name) for name in a), Counter(key(b, name) for name in b)
-    others = {key(b, name): name for name in b}
-    return [
-        (name, others[key(a, name)]) for name in a if counts[0][key(a, name)] == 1 and counts[1].get(key(a, name)) == 1
-    ]
+    left, right = ({name: key(dump, name) for name in dump} for dump in (a, b))
+    counts = Counter(left.values()), Counter(right.values())
+    others = {value: name for name, value in right.items()}
+    return [(name, others[value]) for name, value in left.items() if counts[0][value] == counts[1][value] == 1]
+
+
+# Kernels of transposed convolutions.
+
+TRIED = 64
+"""Number of leaves of the same shape that are tried as the flipped kernel of a transposed convolution."""
+
+
+def with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:
+    """Adds the pairs of transposed convolutions among the unmatched leaves."""
+    pairs, rest = list(matching.pairs), dict.fromkeys(matching.only_b)
+    by_shape: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in rest:
+        by_shape[tuple(sorted(b[name].shape))].append(name)
+    for x in matching.only_a:
+        # A convolution's kernel has three axes or more.
+        candidates = by_shape[tuple(sorted(a[x].shape))] if len(a[x].shape) > 2 else []
+        flips = (flipped(a, b, Pair(x, y, None, "values")) for y in candidates[:TRIED])
+        pair = next(filter(None, flips), None)
+        if pair is not None:
+            pairs.append(pair)
+            candidates.remove(pair.b)
+            rest.pop(pair.b)
+    matched = {pair.a for pair in pairs}
+    return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in matched), tuple(rest))
+
+
+def flipped(a: Dump, b: Dump, pair: Pair) -> Pair | None:
+    """The pair as the kernels of a transposed convolution; None if names, shapes or values are not of such kernels.
+
+    flax lays them out as (H, W, I, O), PyTorch as (I, O, H, W) with H and W reversed.
+    """
+    left, right = a[pair.a], b[pair.b]
+    axes = len(left.shape)
+    if not 3 <= axes <= 5 or left.size > MAX_SIZE or words_of(pair) != {"kernel", "weight"}:
+        return None
+    if last_word(pair.b) == "kernel":
+        order, spatial = (axes - 2, axes - 1, *range(axes - 2)), tuple(range(axes - 2))
+    else:
+        order, spatial = (*range(2, axes), 0, 1), tuple(range(2, axes))
+    if tuple(right.shape[i] for i in order) != left.shape:
+        return None
+    alike = cosine(left.whole(), np.flip(right.whole(), spatial).transpose(order)) >= ALIKE
+    return pair._replace(axes=order, flipped=spatial) if alike else None

@@ -1,4 +1,9 @@
-"""Gates of recurrent cells, which frameworks stack in one matrix or store as one kernel per gate, in various orders.
+"""Parameters that frameworks lay out differently, brought into a common layout.
+
+Attention is packed or split, with or without a separate axis of heads: PyTorch's MultiheadAttention has one
+``in_proj_weight`` of shape (3 d, d); flax and Keras have ``query/kernel``, ``key/kernel`` and ``value/kernel`` of shape
+(d, heads, d / heads), and ``out/kernel`` of (heads, d / heads, d). The gates of recurrent cells are stacked in one
+matrix or stored as one kernel per gate, in various orders:
 
 =========================  ==========================================  ==============  ============================
 framework                  kernels                                     order of gates  biases
@@ -16,6 +21,7 @@ the two has the gradient of the one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -28,6 +34,9 @@ from gradcombine.formats import Entry, from_array, unread
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import Pair, canonical
 from gradcombine.verify.diff.similarity import closest
+
+_PACKED = re.compile(r"(.*?)(?:in_proj|qkv|qkv_proj|c_attn)[_./](weight|bias|kernel)")
+_PARTS = "qkv"
 
 _GATES = {1: ("",), 3: ("r", "z", "n"), 4: ("i", "f", "g", "o")}
 """The gates of a plain cell, GRU and LSTM, in PyTorch's order."""
@@ -53,6 +62,99 @@ _STAGES = frozenset(("gradient", "gradients", "grad", "grads", "combined", "upda
 def says_gradients(name: str) -> bool:
     """Whether a name indicates gradients rather than values: ``gradients/lstm.bias_ih_l0``, ``torch_grads.pt``."""
     return not _STAGES.isdisjoint(re.findall(r"[a-z]+", name.lower()))
+
+
+def common(
+    a: Dump, b: Dump, fixed: Callable[[str], bool], gradients: bool | None = None
+) -> tuple[Dump, Dump, tuple[Pair, ...]]:
+    """Brings two dumps into a common layout. Also returns the pairs of leaves that this determines.
+
+    ``attn.in_proj_weight`` is split into ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight``
+    unless the other dump packs them, too. Axes of length 1 are left out, or two adjacent axes merged, if only then the
+    shape is that of the other dump's leaf of this name, or of any leaf there. Recurrent cells are split into gates if
+    the dumps lay them out differently. The order of elements does not change.
+
+    Args:
+      a, b: the dumps.
+      fixed: whether a leaf must not be changed, for instance because a rule names it.
+      gradients: whether the dumps contain gradients; None to decide from names and values.
+    """
+    a, b, pairs = _with_gates(a, b, fixed, gradients)
+    paired = {name for pair in pairs for name in pair[:2]}
+
+    def unchanged(name: str) -> bool:
+        return name in paired or fixed(name)
+
+    a, b = _split(a, b, unchanged), _split(b, a, unchanged)
+    return _merged(a, b, unchanged), _merged(b, a, unchanged), pairs
+
+
+def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
+    """Splits packed queries, keys and values, unless the other dump packs them, too, by its names or shapes."""
+    if any(_PACKED.fullmatch(name) for name in other):
+        return dump
+    shapes = Counter(tuple(sorted(leaf.shape)) for leaf in other.values())
+    shapes.subtract(tuple(sorted(leaf.shape)) for leaf in dump.values())
+    leaves: dict[str, Entry] = {}
+    for name, leaf in dump.items():
+        packed = _PACKED.fullmatch(name)
+        axis = _packed_axis(leaf.shape)
+        names = [] if packed is None else [f"{packed[1]}{part}_proj_{packed[2]}" for part in _PARTS]
+        fits = shapes[tuple(sorted(leaf.shape))] >= 0  # as many leaves have this shape there
+        if not names or axis is None or fits or leaf.unread or fixed(name) or any(x in dump for x in names):
+            leaves[name] = leaf
+        else:
+            leaves |= zip(names, _parts(leaf, axis, names), strict=True)
+    return dump if len(leaves) == len(dump) else leaves
+
+
+def _packed_axis(shape: tuple[int, ...]) -> int | None:
+    """The axis along which queries, keys and values are packed, or None."""
+    if len(shape) == 1 and shape[0] % 3 == 0:
+        return 0
+    if len(shape) == 2 and 3 * min(shape) == max(shape):
+        return shape.index(max(shape))
+    return None
+
+
+def _merged(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
+    """Merges axes of each leaf whose shape only then occurs in the other dump."""
+    counts = Counter(map(canonical, other))
+    by_name = {canonical(name): leaf.shape for name, leaf in other.items() if counts[canonical(name)] == 1}
+    all_shapes = {tuple(sorted(leaf.shape)) for leaf in other.values()} - {()}
+
+    def merged(name: str, leaf: Entry) -> Entry:
+        shape = by_name.get(canonical(name))
+        targets = all_shapes if shape is None else {tuple(sorted(shape))}
+        if leaf.unread or fixed(name) or tuple(sorted(leaf.shape)) in targets:
+            return leaf
+        fitting = (merge for merge in _merges(leaf.shape) if tuple(sorted(merge)) in targets)
+        return leaf._replace(shape=next(fitting, leaf.shape))
+
+    return {name: merged(name, leaf) for name, leaf in dump.items()}
+
+
+def _merges(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The possible shapes without axes of length 1, or with two adjacent axes merged: heads, or channels."""
+    yield tuple(n for n in shape if n > 1)
+    for i in range(len(shape) - 1 if len(shape) in (2, 3) else 0):
+        yield (*shape[:i], math.prod(shape[i : i + 2]), *shape[i + 2 :])
+    if len(shape) >= 3:  # channels and multiplier of Keras' depthwise convolution
+        yield (*shape[:-2], 1, math.prod(shape[-2:]))
+
+
+def _parts(leaf: Entry, axis: int, names: Sequence[str]) -> Iterator[Entry]:
+    """Splits a leaf into equal parts along an axis."""
+    shape = tuple(n // len(names) if i == axis else n for i, n in enumerate(leaf.shape))
+    for number, name in enumerate(names):
+
+        def load(number: int = number) -> np.ndarray:
+            return np.split(leaf.whole(), len(names), axis)[number]
+
+        yield from_array(name, shape, leaf.dtype, load)
+
+
+# Recurrent cells.
 
 
 class Cell(NamedTuple):
@@ -81,7 +183,7 @@ class Cell(NamedTuple):
         return len(self.kernels) // 2, *(of_input[::-1] if self.out_first else of_input)
 
 
-def gates(
+def _with_gates(
     a: Dump, b: Dump, fixed: Callable[[str], bool], gradients: bool | None
 ) -> tuple[Dump, Dump, tuple[Pair, ...]]:
     """Splits the cells that two dumps lay out differently into gates. Also returns the pairs of gates.
@@ -89,31 +191,22 @@ def gates(
     Cells of the same shape are paired by the words of their names and their direction; if these do not distinguish
     them, or the words differ, by the numbers in their names; if the numbers differ, too, by values among the cells of
     one direction. Gates are always paired by name.
-
-    Args:
-      a, b: the dumps.
-      fixed: whether a leaf must not be changed.
-      gradients: whether the dumps contain gradients; None to decide by names and by biases that differ.
     """
-    parts: tuple[dict[str, Entry], dict[str, Entry]] = {}, {}
-    replaced: tuple[set[str], set[str]] = set(), set()
+    cells = list(_cells(a, fixed)), list(_cells(b, fixed))
+    paired = [(x, y, reason) for x, y, reason in _paired(*cells) if x.form != y.form]
+    sides = dict(a), dict(b)
+    for side, split in zip(sides, ([x for x, _, _ in paired], [y for _, y, _ in paired]), strict=True):
+        for name in frozenset[str]().union(*(cell.leaves for cell in split)):
+            side.pop(name)
     pairs: list[Pair] = []
-    for x, y, reason in _paired(list(_cells(a, fixed)), list(_cells(b, fixed))):
-        if x.form == y.form:
-            continue
-        for side, cell in enumerate((x, y)):
-            replaced[side].update(cell.leaves)
+    for x, y, reason in paired:
         for left, right, axes in _gate_pairs(x, y, gradients):
-            for side, leaf in enumerate((left, right)):
+            for side, leaf in zip(sides, (left, right), strict=True):
                 if leaf is not None:
-                    parts[side][leaf.name] = leaf
+                    side[leaf.name] = leaf
             if left is not None and right is not None:
                 pairs.append(Pair(left.name, right.name, axes, reason))
-    left, right = (
-        {name: leaf for name, leaf in dump.items() if name not in replaced[i]} | parts[i]
-        for i, dump in enumerate((a, b))
-    )
-    return left, right, tuple(pairs)
+    return *sides, tuple(pairs)
 
 
 def _cells(dump: Dump, fixed: Callable[[str], bool]) -> Iterator[Cell]:
@@ -203,21 +296,7 @@ def _stacked_cell(form: str, name: str, leaves: dict[str, Entry]) -> Cell | None
 def _blocks(leaf: Entry, axis: int, order: tuple[str, ...], row: str = "") -> Iterator[Entry]:
     """The gates that are stacked in a leaf along an axis; ``row`` is the number of the leaf's row in its file."""
     labels = [", ".join(filter(None, (row, gate))) for gate in order]
-    return parts(leaf, axis, [f"{leaf.name}[{label}]" if label else leaf.name for label in labels])
-
-
-def parts(leaf: Entry, axis: int, names: Sequence[str]) -> Iterator[Entry]:
-    """Splits a leaf into equal parts along an axis."""
-    shape = tuple(n // len(names) if i == axis else n for i, n in enumerate(leaf.shape))
-    for number, name in enumerate(names):
-
-        def load(number: int = number) -> np.ndarray:
-            return np.split(leaf.whole(), len(names), axis)[number]
-
-        yield from_array(name, shape, leaf.dtype, load)
-
-
-# Pairing of cells.
+    return _parts(leaf, axis, [f"{leaf.name}[{label}]" if label else leaf.name for label in labels])
 
 
 def _paired(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell, str]]:
@@ -275,9 +354,6 @@ def _by_values(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell
         yield from ((x, y, "gates, by order") for x, y in zip(*(side.values() for side in free), strict=True))
 
 
-# Pairing of gates.
-
-
 def _gate_pairs(
     x: Cell, y: Cell, gradients: bool | None
 ) -> Iterator[tuple[Entry | None, Entry | None, tuple[int, ...] | None]]:
@@ -285,7 +361,7 @@ def _gate_pairs(
     axes = None if x.out_first == y.out_first else (1, 0)
     yield from ((leaf, y.kernels[key], axes) for key, leaf in x.kernels.items())
     if gradients is None:
-        gradients = says_gradients(_stage(x)) or says_gradients(_stage(y)) or None
+        gradients = any(says_gradients(re.split(r"[./]", cell.name, maxsplit=1)[0]) for cell in (x, y)) or None
     for gate in dict.fromkeys(gate for _, gate in x.kernels):
         left, right = ({part: leaf for (part, of), leaf in cell.biases.items() if of == gate} for cell in (x, y))
         if left.keys() == {"i", "h"} and right.keys() == {"b"}:
@@ -322,7 +398,3 @@ def _are_equal(cell: Cell) -> bool:
     added = [gate for part, gate in cell.biases if part == "i" and _role(part, gate) == "b"]
     sides = [np.concatenate([cell.biases[part, gate].whole() for gate in added]) for part in "ih"]
     return sides[0].tobytes() == sides[1].tobytes() and bool(np.any(sides[0] != 0))
-
-
-def _stage(cell: Cell) -> str:
-    return re.split(r"[./]", cell.name, maxsplit=1)[0]
