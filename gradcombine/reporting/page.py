@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from gradcombine.errors import legible
 from gradcombine.reporting.sections import (
+    LONGEST,
     Band,
     Chart,
     Curves,
@@ -25,6 +26,7 @@ from gradcombine.reporting.sections import (
     Histogram,
     Section,
     Timeline,
+    legible_lines,
     legible_section,
 )
 
@@ -48,10 +50,14 @@ def write(path: Path, title: str, verdict: str, passes: bool | None, sections: S
       passes: whether the verdict is good; None if it is unknown.
       sections: in order.
     """
-    verdict, sections = legible(verdict), list(map(legible_section, sections))
-    templates = jinja2.FileSystemLoader(Path(__file__).parent)
+    sections = list(map(legible_section, sections))
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=templates
+        autoescape=True,
+        finalize=_finalized,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
     )
     timeline, markdown = environment.get_template("timeline.html"), MarkdownIt()
 
@@ -59,7 +65,7 @@ def write(path: Path, title: str, verdict: str, passes: bool | None, sections: S
         if isinstance(chart, Timeline):
             labelled, named = _labelled([mark.at for mark in chart.marks]), _named(chart.bands)
             return Markup(timeline.render(chart=chart, lanes=_outlines(chart), labelled=labelled, named=named))
-        return _Drawing(_draw(chart), chart.alt)
+        return _Drawing(_draw(chart), legible(chart.alt, 2 * LONGEST))
 
     parts = [
         (
@@ -71,9 +77,13 @@ def write(path: Path, title: str, verdict: str, passes: bool | None, sections: S
         )
         for section in sections
     ]
-    page = environment.get_template(Path(__file__).with_suffix(".html").name)
-    text = page.render(title=title, verdict=verdict, passes=passes, parts=parts)
+    text = environment.get_template("page.html").render(title=title, verdict=verdict, passes=passes, parts=parts)
     path.write_text(text, encoding="utf-8")
+
+
+def _finalized(value: object) -> object:
+    """The text of a value that a template shows, except for markup."""
+    return legible_lines(value) if type(value) is str else value
 
 
 def _outlines(chart: Timeline) -> dict[str, str]:
@@ -156,7 +166,7 @@ def _heat_map(chart: HeatMap) -> Figure:
     values = np.array(list(chart.values.values()))
     image = axes.imshow(values, aspect="auto", cmap=colours, vmin=-0.5, vmax=top + 0.5, interpolation="nearest")
     axes.set_yticks(range(len(chart.values)), list(map(_short, chart.values)), fontsize=6)
-    axes.set_xticks(range(len(chart.steps)), chart.steps, fontsize=6)
+    axes.set_xticks(range(len(chart.steps)), list(map(_short, chart.steps)), fontsize=6)
     axes.set_xlabel("step", fontsize=7)
     ticks: Any = figure.colorbar(image, ax=axes, ticks=list(chart.ticks)).ax  # pyright: ignore[reportUnknownMemberType]
     ticks.set_yticklabels(list(chart.ticks.values()), fontsize=6)
@@ -178,5 +188,6 @@ def _curves(chart: Curves) -> Figure:
 
 
 def _short(name: str) -> str:
-    """The end of a name, with ``$`` escaped for matplotlib."""
+    """The end of a name, legible and with ``$`` escaped for matplotlib."""
+    name = legible(name)
     return (name if len(name) <= 60 else f"...{name[-57:]}").replace("$", r"\$")

@@ -154,29 +154,9 @@ def legible_lines(text: str) -> str:
 
 
 def legible_section(section: Section) -> Section:
-    """Makes the texts of a section safe to print: see `gradcombine.errors.legible`."""
-
-    def chart(each: Chart) -> Chart:
-        match each:
-            case Histogram():
-                return each._replace(title=legible(each.title, LONGEST), alt=legible(each.alt, 2 * LONGEST))
-            case HeatMap():
-                values = {legible(name, LONGEST): row for name, row in each.values.items()}
-                return each._replace(steps=[legible(x, LONGEST) for x in each.steps], values=values)
-            case Curves():
-                return each
-            case Timeline():
-                bands = [x._replace(label=legible(x.label), words=legible(x.words)) for x in each.bands]
-                marks = [x._replace(label=legible(x.label), words=legible(x.words)) for x in each.marks]
-                return each._replace(bands=bands, marks=marks)
-
+    """Makes the texts of a section, except for its charts, safe to print: see `gradcombine.errors.legible`."""
     rows = [row._replace(cells=[legible(x, LONGEST) for x in row.cells]) for row in section.rows]
-    return section._replace(
-        title=legible(section.title),
-        note=legible_lines(section.note),
-        charts=list(map(chart, section.charts)),
-        rows=rows,
-    )
+    return section._replace(title=legible(section.title), note=legible_lines(section.note), rows=rows)
 
 
 def show(console: Console, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
