@@ -205,7 +205,7 @@ def encoded(reduction: Reduction, states: Sequence[State]) -> tuple[Header, dict
     return header, arrays
 
 
-def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None) -> list[State]:
+def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None) -> list[State]:
     """Loads the states of all replicas; raises unless their number is ``replicas``, if not None."""
     check(reduction=reduction)
     source = require_path(path)

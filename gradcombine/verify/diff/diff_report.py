@@ -87,8 +87,8 @@ def as_json(report: DiffReport | RunReport) -> dict[str, Any]:
             | ({"flipped": row.pair.flipped} if row.pair.flipped else {})
             | ({"shapes": row.reshaped} if row.reshaped else {})
             | {"passes": row.passes}
-            | ({} if row.judgement is None else {"judgement": _judgement(row.judgement)})
-            | {key: _plain(value) for key, value in row.difference._asdict().items() if key != "name"}
+            | ({} if row.judgement is None else {"judgement": _without_name(row.judgement)})
+            | _without_name(row.difference)
             for row in report.rows
         ],
     }
@@ -282,8 +282,8 @@ def _axes(row: Row) -> str:
     return ", ".join(map(str, row.pair.axes or range(len(row.difference.shape))))
 
 
-def _judgement(judgement: Judgement) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in judgement._asdict().items() if key != "name"}
+def _without_name(fields: LeafDifference | Judgement) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in fields._asdict().items() if key != "name"}
 
 
 def _plain(value: Any) -> Any:

@@ -172,5 +172,4 @@ def _require_stages(directory: str | Path, dump: Dump) -> None:
 
 
 def _stage(dump: Dump, stage: str, is_required: Callable[[str], bool]) -> Dump:
-    names = [name for name in dump if (name.startswith(f"{stage}/") or name == stage) and is_required(name)]
-    return {name: dump[name] for name in names}
+    return {name: leaf for name, leaf in dump.items() if name.partition("/")[0] == stage and is_required(name)}
