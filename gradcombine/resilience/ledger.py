@@ -135,7 +135,7 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     require_equal("held with {} lists, one per replica", count, len(holders))
     (wanted,) = _numbers("numbers to deal", [numbers])
     counts = Counter([*wanted, *chain.from_iterable(holders)])
-    if duplicates := [number for number, count in counts.items() if count > 1]:
+    if duplicates := [number for number, times in counts.items() if times > 1]:
         raise invalid("each number once", f"several of {ranges(duplicates)}")
     shares, loads = [0] * count, [(len(part), rank) for rank, part in enumerate(holders)]
     heapify(loads)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcombine.errors import require_number
 from gradcombine.verify.compare.ulp import distances, finfo, kind_of, rounding_unit
@@ -128,7 +129,7 @@ def errors(name: str, dtypes: tuple[np.dtype, np.dtype], pieces: Pieces) -> Erro
         for i, (off, scale) in enumerate(zip(offs, [*scales, np.maximum(*scales)], strict=True)):
             if off.size:
                 absolute[i] = max(absolute[i], float(off.max()))
-                largest[i] = max(largest[i], float(_over(off, scale).max()))
+                largest[i] = max(largest[i], float(_quotient(off, scale).max()))
     a, b = (Error(units[i], float(largest[i]), float(absolute[i])) for i in range(2))
     return Errors(name, size, a, b, float(largest[2]))
 
@@ -169,7 +170,7 @@ def _judged(leaf: Errors, roundings: float, scale: float) -> Judgement:
         parts = [side.absolute / scale for side in (leaf.a, leaf.b)]
     else:
         parts = [side.largest for side in (leaf.a, leaf.b)]
-    a, b = (_quotient(part, noise) for part, noise in zip(parts, noises, strict=True))
+    a, b = (float(_quotient(part, noise)) for part, noise in zip(parts, noises, strict=True))
     off = a > LIMIT, b > LIMIT
     if all(off):
         alike = _quotient(leaf.apart, sum(noises)) <= LIMIT
@@ -214,13 +215,10 @@ def _error(side: np.ndarray, exact: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.where(np.isfinite(value) & np.isfinite(exact), off, np.where(same, 0.0, np.inf))
 
 
-def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _quotient(error: npt.ArrayLike, unit: npt.ArrayLike) -> np.ndarray:
+    """Errors in this unit; 0 for no error, also in units of 0."""
     with np.errstate(all="ignore"):
-        return np.where(error == 0, 0.0, error / scale)
-
-
-def _quotient(error: float, noise: float) -> float:
-    return 0.0 if error == 0 else error / noise if noise else math.inf
+        return np.where(np.equal(error, 0), 0.0, np.divide(error, unit))
 
 
 def _times(number: float) -> str:

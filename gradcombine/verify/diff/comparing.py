@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.errors import invalid, operation, require_integer, require_number, shown
+from gradcombine.formats import Entry
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
-from gradcombine.verify.diff.dumps import Dump, Entry, require_dump
+from gradcombine.verify.diff.dumps import Dump, require_dump
 from gradcombine.verify.diff.layouts import common
 from gradcombine.verify.diff.mapping import Pair, conventional_axes, flipped, last_word, match, with_flipped, words_of
 from gradcombine.verify.diff.rules import NO_RULES, Rules
@@ -340,7 +341,8 @@ def _judged(
     """Judges the rows by the reference, which has the names of A or B; leaves out rows that cannot be judged."""
     base = {row.pair.b: b[row.pair.b] for row in rows} if named_as_b else {row.pair.a: a[row.pair.a] for row in rows}
     references = {pair.a: pair for pair in match(base, reference).pairs}
-    measured: dict[str, Errors] = {}
+    judged: list[Row] = []
+    measured: list[Errors] = []
     left_out: list[LeftOut] = []
     for row in rows:
         left, right, name = a[row.pair.a], b[row.pair.b], _name(row.pair)
@@ -361,7 +363,7 @@ def _judged(
         ) -> Iterator[tuple[np.ndarray, ...]]:
             return _of_equal_length(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair), _pieces(exact, *to_a))
 
-        measured[name] = errors(name, (left.dtype, right.dtype), pieces)
-    judgements = {each.name: each for each in judge(list(measured.values()), roundings)}
-    pairs = ((row, judgements[_name(row.pair)]) for row in rows if _name(row.pair) in judgements)
+        judged.append(row)
+        measured.append(errors(name, (left.dtype, right.dtype), pieces))
+    pairs = zip(judged, judge(measured, roundings), strict=True)
     return [row._replace(judgement=each, passes=each.passes) for row, each in pairs], left_out

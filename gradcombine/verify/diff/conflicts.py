@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice, permutations, product
 from typing import TypeAlias
 
-from gradcombine.verify.diff.dumps import Dump, Entry
+from gradcombine.formats import Entry
+from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import Pair, canonical, roles
 from gradcombine.verify.diff.similarity import CERTAIN, MAX_SIZE, align, orders
 
