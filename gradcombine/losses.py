@@ -111,9 +111,12 @@ def sequence_mean_of_token_sum(
     >>> sequence_mean_of_token_sum(np.float32([[1, 2, 3], [5, 0, 0]]), np.array([[1, 1, 1], [1, 0, 0]]), normalizer=2)
     Ratio(numerator=np.float32(5.5), denominator=np.int32(2))
     """
-    divisor = require_number("a positive normalizer", normalizer, np.nextafter(0, 1))
     tokens = _Tokens(values, mask, segments)
-    backend, dtype = tokens.backend, tokens.dtype
+    backend, dtype, limits = tokens.backend, tokens.dtype, np.finfo(tokens.dtype)
+    expected = f"a positive normalizer in the range of {dtype}"
+    divisor = require_number(expected, normalizer, float(limits.tiny))
+    if divisor > float(limits.max):
+        raise invalid(expected, shown(normalizer))
     scaled = backend.divide(tokens.values, backend.full((), divisor, dtype, [tokens.values]))
     return tokens.ratio(scaled, tokens.sequences()[1])
 
@@ -196,7 +199,7 @@ class _Tokens:
     def of_groups(self, groups: Array) -> Array:
         """The group id of each token."""
         backend, array = self.backend, self._asarray(groups)
-        of_rows = backend.dtype(array).kind in "iu" and _compatible(groups, self._shape[:-1])
+        of_rows = backend.dtype(array).kind in "iu" and _compatible(array, self._shape[:-1])
         flat = backend.flat(array) if of_rows else self._flat(groups, "groups", ("integer",))
         ids = self._as_ids(flat)
         self._require_in_range(flat, (ids < 0) | (ids == _MOST), f"groups from 0 to {_MOST - 1}")
@@ -332,16 +335,19 @@ def pack(tokens: Iterable[int], length: int) -> list[list[int]]:
     most = require_integer("a length of 1 or more", length)
     expected = f"sequences of 0 to {most} tokens"
     sizes = [require_integer(expected, n, lowest=0, highest=most) for n in require_items(expected, tokens)]
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        row = next((row for row, left in enumerate(free) if left >= sizes[i]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            free.append(most)
-        rows[row].append(i)
-        free[row] -= sizes[i]
-    return rows
+    rows: list[list[int]] = [[] for _ in sizes]
+    # A binary tree over the rows: node i has the room of the emptiest row below its children, nodes 2 i and 2 i + 1.
+    leaves = 1 << len(sizes).bit_length()
+    room = [most] * (2 * leaves)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        node = 1
+        while node < leaves:  # to the first row with enough room
+            node = 2 * node + (room[2 * node] < sizes[i])
+        rows[node - leaves].append(i)
+        room[node] -= sizes[i]
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [row for row in rows if row]
 
 
 @operation("require_whole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 import numpy as np
 
@@ -22,12 +23,12 @@ def divided(nbytes: Sequence[int | None], fragments: int) -> list[list[int]]:
     [[2], [0, 3]]
     """
     parts: list[list[int]] = [[] for _ in range(fragments)]
-    totals = [0] * fragments
+    totals = [(0, f) for f in range(fragments)]  # a heap
     sizes = {i: size for i, size in enumerate(nbytes) if size is not None}
     for i in sorted(sizes, key=lambda i: -sizes[i]):
-        f = totals.index(min(totals))
+        total, f = totals[0]
         parts[f].append(i)
-        totals[f] += sizes[i]
+        heapreplace(totals, (total + sizes[i], f))
     return [sorted(part) for part in parts]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
@@ -307,8 +308,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: losses.group_mean(ONES, np.zeros(3, int)),
         "groups of integers of shape (2, 3)",
     ),
+    "a number as groups": (
+        lambda: losses.group_mean(ONES, 5),
+        "groups of integers of shape (2, 3), received int32 of shape ()",
+    ),
     "a mean of what": (lambda: losses.group_mean(ONES, np.zeros(2, int), of="rows"), "of 'sequences' or 'tokens'"),
     "a normalizer of 0": (lambda: losses.sequence_mean_of_token_sum(ONES, normalizer=0), "a positive normalizer"),
+    "a normalizer that is 0 in float32": (
+        lambda: losses.sequence_mean_of_token_sum(ONES, normalizer=1e-50),
+        "a positive normalizer in the range of float32, received 1e-50",
+    ),
+    "a normalizer that is infinite in float32": (
+        lambda: losses.sequence_mean_of_token_sum(ONES, normalizer=1e300),
+        "a positive normalizer in the range of float32, received 1e+300",
+    ),
     "a count of rows": (lambda: losses.token_sum(ONES, count=ONES[0]), "leaf .count: expected a weight of shape ()"),
     "tokens that are taken back": (
         lambda: losses.token_sum(-ONES, count=-2),
@@ -352,6 +365,26 @@ def test_rows_are_packed_without_cutting() -> None:
     assert sorted(i for row in rows for i in row) == [*range(50)]
     assert all(sum(lengths[i] for i in row) <= 16 for row in rows)
     assert len(rows) <= 1.25 * sum(lengths) / 16 + 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 64, 100])
+def test_rows_are_packed_by_first_fit(count: int) -> None:
+    lengths = np.random.default_rng(count).integers(0, 17, count).tolist()
+    rows: list[list[int]] = []
+    for i in sorted(range(count), key=lambda i: -lengths[i]):
+        fitting = (row for row in rows if sum(lengths[j] for j in row) + lengths[i] <= 16)
+        row = next(fitting, None)
+        if row is None:
+            rows.append(row := [])
+        row.append(i)
+    assert losses.pack(lengths, 16) == rows
+
+
+def test_many_sequences_are_packed_and_dealt_in_seconds() -> None:
+    start, lengths = time.process_time(), np.random.default_rng(0).integers(1, 4096, 20_000).tolist()
+    assert sum(map(len, losses.pack(lengths, 8192))) == 20_000
+    assert sum(map(len, losses.deal(lengths, range(20_000), 4_000))) == 20_000
+    assert time.process_time() - start < 5
 
 
 def test_ids_that_do_not_fit_in_32_bits_are_refused() -> None:
