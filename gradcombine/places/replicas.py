@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load_collective, resolve
-from gradcombine.errors import invalid, operation, shown, within
+from gradcombine.errors import invalid, operation, require_distinct, shown, translate_errors, within
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
@@ -29,8 +29,12 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
     >>> gc.jax_axis(("replica", "data"))
     jax_axis('replica', 'data')
     """
+    expected = "an axis name, or several different ones"
     if not isinstance(names, (str, tuple, list)) or not names:
-        raise invalid("an axis name, or several", shown(names))
+        raise invalid(expected, shown(names))
+    if not isinstance(names, str):
+        with translate_errors(expected, TypeError, received=shown(names)):  # a name that is not hashable
+            require_distinct(expected, names)
     return load_collective("jax")(names)
 
 

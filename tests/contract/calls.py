@@ -192,7 +192,9 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "Reduction": {name: FUNCTION.but(function) for name, function in OWN.items()},
     "accumulate": {"every": POSITIVE},
     "digest": {"value": TREES.without(*BOOLS)},
-    "jax_axis": {"names": only("data", none=None, a_number=3, nothing=(), an_array=ONE)},
+    "jax_axis": {
+        "names": only("data", none=None, a_number=3, nothing=(), an_array=ONE, twice=["data", "data"], lists=[[]])
+    },
     "check_state": {"state": STATE.without("a window", "of another shape")},
     "merge_replicas": {"state": STATE.without("a window", *UNSEEN)},
     "reductions.elementwise": {
