@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
-from gradcombine.backends.registry import loaded, owner, resolve
+from gradcombine.backends.registry import in_words, loaded, owner, resolve
 from gradcombine.errors import invalid, operation, require_equal, require_given, require_integer
 from gradcombine.formats import holds_numbers
 from gradcombine.settings import check
@@ -317,9 +317,9 @@ def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
     backend = resolve([table, slices.indices, slices.values])
     dense = backend.asarray(table)
     expected = backend.shape(dense)
+    if not expected or not holds_numbers(np.dtype(backend.dtype(dense))):
+        raise invalid("a table of numbers, of shape (rows, ...)", in_words(dense))
     received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
-    if not holds_numbers(np.dtype(backend.dtype(dense))):
-        raise invalid("a table of numbers", backend.dtype(dense))
     require_equal("rows of shape {}", expected, received)
     merged = _without_duplicates(backend, slices, expected[0], unique)
     if merged is None:

@@ -190,6 +190,15 @@ def test_rows_of_any_shape_and_contributions_without_any(shape: tuple[int, ...])
     np.testing.assert_array_equal(add_rows(to_dense(ones), none), to_dense(ones))
 
 
+@pytest.mark.needs("tensorflow")
+def test_a_table_without_rows_is_refused() -> None:
+    import tensorflow as tf
+
+    slices = tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))
+    with pytest.raises(gc.GradCombineError, match=r"of shape \(rows, ...\), received float32 of shape \(\)"):
+        add_rows(np.float32(3), slices)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64, np.uint32])
 def test_indices_of_any_integer_dtype(dtype: Any) -> None:
     leaf = row_sparse(np.array([4, 250, 4], dtype), np.ones((3, 1), np.float32), rows=251)
