@@ -47,12 +47,9 @@ class Checked(OnContributions):
     def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         leaves, _ = tree.flatten(value)
         backend = resolve([*leaves, weight])
-        parsed = parse(backend, weight)
-        if parsed.known is None:
-            zero = backend.full((), 0, backend.dtype(parsed.array))
-            # x - x is 0 for finite x, and NaN for NaN and infinities.
-            finite = parsed.array - parsed.array == zero
-            backend.check((parsed.array >= zero) & finite, self.name, EXPECTED, "a negative weight, infinity or NaN")
+        unusable = parse(backend, weight).invalid
+        if unusable is not None:
+            backend.check(~unusable, self.name, EXPECTED, "a negative weight, infinity or NaN")
         return value, weight
 
 

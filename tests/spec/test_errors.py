@@ -199,7 +199,7 @@ def weighted(reduction: gc.Reduction) -> Callable[[Any, Any], Any]:
     return lambda value, weight: gc.combine(reduction, [value, value], [weight, 1.0])
 
 
-@pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf])
+@pytest.mark.parametrize("weight", [np.nan, -1.0, -1e-45, np.inf])
 @pytest.mark.needs("jax")
 def test_checked_weights_under_jit(weight: float) -> None:
     import jax
@@ -213,7 +213,7 @@ def test_checked_weights_under_jit(weight: float) -> None:
     np.testing.assert_array_equal(value, ONE)
 
 
-@pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf])
+@pytest.mark.parametrize("weight", [np.nan, -1.0, -1e-45, np.inf])
 @pytest.mark.needs("tensorflow")
 def test_checked_weights_in_a_tf_function(weight: float) -> None:
     import tensorflow as tf
