@@ -135,7 +135,8 @@ class _UserCell(Cell):
         for number in parts(identity):
             if not dtypes.holds(running, number):
                 raise invalid(f"a number of {running} as empty", shown(number))
-        numbers: list[Any] = [np.asarray(number, running)[()] for number in parts(identity)]
+        with np.errstate(over="ignore"):  # infinite above the range of the dtype
+            numbers: list[Any] = [np.asarray(number, running)[()] for number in parts(identity)]
         return refilled(identity, [backend.full(shape, number, running, [like]) for number in numbers])
 
     def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Accumulator:

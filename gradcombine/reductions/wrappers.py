@@ -173,7 +173,7 @@ class Clipped(OnContributions):
         backend = resolve([*tree.flatten(gradients)[0], weight])
         norm = global_norm(backend, gradients)
         dtype = backend.dtype(norm)
-        one, most = (backend.full((), x, dtype) for x in (1, self.max_norm))
+        one, most = (backend.full((), x, dtype) for x in (1, min(self.max_norm, float(np.finfo(dtype).max))))
         finite = backend.add(norm, -norm) == backend.full((), 0, dtype)
         # Never divides by 0, as the derivative would be NaN.
         exceeds = norm > most

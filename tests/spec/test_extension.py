@@ -254,6 +254,16 @@ def test_a_clipped_contribution_without_a_finite_norm_is_nan_and_zeroed_leaves_i
     np.testing.assert_array_equal(gc.combine(dropped, values), np.float32([3, 4]))
 
 
+@pytest.mark.parametrize(
+    "framework",
+    ["numpy", *(pytest.param(x, marks=pytest.mark.needs(x)) for x in ("jax", "tensorflow"))],
+)
+def test_numbers_above_the_range_of_a_dtype_are_infinite(framework: str) -> None:
+    values = [modes.as_arrays(framework, np.float32([3, 4]))]
+    np.testing.assert_array_equal(gc.combine(reductions.clipped(reductions.mean(), 1e300), values), [3, 4])
+    np.testing.assert_array_equal(gc.combine(_amax(empty=1e300), values), [np.inf, np.inf])
+
+
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", ["clipped", "zeroed", "measured"])
 def test_derivatives_through_wrappers(name: str) -> None:
