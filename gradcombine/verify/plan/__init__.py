@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Figures", "Plan", "Row", "plan", "plan_named"]
 
 
-@operation("plan")
+@operation("plan", renames=True)
 def plan(
     loss: Callable[..., Tree] | Loss,
     params: Tree,
@@ -86,7 +86,7 @@ def _plan(
     return Plan(target, axes, case.axis, case.microbatches, ranked(rows))
 
 
-@operation("plan")
+@operation("plan", renames=True)
 def plan_named(
     what: str,
     target: str | None = None,

@@ -80,7 +80,7 @@ def row_of(problem: Problem, strategy: Strategy, target: Target, microbatch: Fig
 
 def _reason(error: Exception) -> str:
     if isinstance(error, GradCombineError):
-        return str(error)
+        return str(error).removeprefix(": ")  # an error of this package has no name of an operation yet
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

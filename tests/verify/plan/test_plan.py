@@ -150,6 +150,7 @@ def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
     }
     assert {row.name for row in others} == set(words)
     assert all(words[row.name] in row.refused and row.compiled is None for row in others)
+    assert not any(row.refused.startswith(":") for row in others)
 
 
 @pytest.mark.full
@@ -229,7 +230,7 @@ def test_strategies_have_names() -> None:
         ({"mesh": {"data": 16}}, "a mesh of at most 8 devices.*received a mesh of 16"),
         ({"mesh": {"data": 0}}, "a size of mesh axis data"),
         ({"mesh": 8}, "a mesh, or a mapping of its axes"),
-        ({"target": "h1000:8"}, "a target: h100:8"),
+        ({"target": "h1000:8"}, "plan: expected a target: h100:8"),
         ({"optimizer": 0.1}, "an optax.GradientTransformation"),
         ({"params": {}}, "parameters: a tree with an array"),
         ({"batch": ()}, "2 positional arguments|a batch argument"),
