@@ -204,12 +204,11 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     leaf_dtypes = require_dtypes(trees[0], _RING_DTYPES)
     if require_flag("packed", packed) and len(set(leaf_dtypes)) > 1:
         raise invalid("leaves of one dtype in a pack", ", ".join(sorted({x.name for x in leaf_dtypes})))
-    leaves, structure = tree.flatten(trees[0])
     shapes: list[tuple[int, ...]] = []
-    for leaf, path in zip(leaves, structure.paths(), strict=True):
+    for path, leaf in tree.present(trees[0]):
         with within(path):
             backend = resolve([leaf])
-            shapes += [] if is_absent(leaf) else [backend.shape(backend.asarray(leaf))]
+            shapes.append(backend.shape(backend.asarray(leaf)))
     packs = [shapes] if packed else [[shape] for shape in shapes]
     pack_chunks = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, leaf_dtypes, strict=False)]
     chunks = iter([leaf for pack in pack_chunks for leaf in pack])
@@ -307,12 +306,10 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Scalar] 
     ranks = require_integer("1 rank or more", ranks)
     if len(trees) % ranks:
         raise invalid(f"a multiple of {ranks} trees", len(trees))
-    scales = None if weights is None else require_items(f"{len(trees)} weights", weights)
-    if scales is not None:
-        require_equal("{} weights", len(trees), len(scales))
+    scales = [1] * len(trees) if weights is None else require_items(f"{len(trees)} weights", weights)
+    require_equal("{} weights", len(trees), len(scales))
     each = len(trees) // ranks
-    blocks = [slice(i, i + each) for i in range(0, len(trees), each)]
-    return mean([mean(trees[block], None if scales is None else scales[block]) for block in blocks])
+    return mean([mean(trees[i : i + each], scales[i : i + each]) for i in range(0, len(trees), each)])
 
 
 def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype, divided: bool) -> Array:
