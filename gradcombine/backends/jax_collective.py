@@ -67,8 +67,6 @@ class JaxAxis(Collective):
         return lax.axis_index(self.names)
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        if not arrays:
-            return []
         # XLA merges all-reduces of one dtype: an int32 counter among floats would cost an all-reduce of its own.
         together = 1 < self.size() <= _MOST_COUNTED and any(x.dtype == jnp.float32 for x in arrays)
         parts = [_digits(x) if together and _is_count(x) else [x] for x in self.mark_varying(arrays)]
@@ -78,11 +76,10 @@ class JaxAxis(Collective):
         return [_from_digits(*digits) if len(digits) > 1 else digits[0] for digits in sums]
 
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        if not arrays:
-            return []
-        return self._in_buckets(
-            self.mark_varying(arrays), lambda bundle: list(lax.pmax(tuple(bundle), self.names)), growth=1
-        )
+        def exchange(bundle: Sequence[Array]) -> list[Array]:
+            return list(lax.pmax(tuple(bundle), self.names))
+
+        return self._in_buckets(self.mark_varying(arrays), exchange, growth=1)
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         to = "invarying" if self._checks_vma() else "varying"
@@ -107,8 +104,6 @@ class JaxAxis(Collective):
 
     def sum_scatter(self, arrays: Sequence[Array]) -> list[Array]:
         """Reduce-scatters arrays with one row per replica: returns this replica's row of each sum."""
-        if not arrays:
-            return []
 
         def exchange(bundle: Sequence[Array]) -> list[Array]:
             return [lax.psum_scatter(array, self.names) for array in bundle]
@@ -159,6 +154,8 @@ class JaxAxis(Collective):
           growth: number of received elements per element sent.
           kept: number of leading axes that are not flattened.
         """
+        if not arrays:
+            return []
         buckets = _buckets(arrays, growth) if self._is_manual() else []
         bucketed = {i for bucket in buckets for i in bucket}
         alone = [i for i in range(len(arrays)) if i not in bucketed]
