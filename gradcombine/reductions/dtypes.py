@@ -19,6 +19,7 @@ from gradcombine.types import DType
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
 NUMERIC = ("float", "complex", "integer")
+KINDS = (*NUMERIC, "bool")
 
 
 @cache

@@ -21,8 +21,6 @@ from gradcombine.reductions.weights import Weight
 from gradcombine.settings import check, valid
 from gradcombine.types import Array, DType, Leaf
 
-_KINDS = (*dtypes.NUMERIC, "bool")
-
 
 class ElementwiseState(TreewiseState):
     """A partial result of `elementwise`; each reduction has its own subclass."""
@@ -93,12 +91,12 @@ def elementwise(
     check(update=update, merge=merge, finalize=finalize)
     if not callable(empty) and not all(isinstance(x, Number) for x in parts(empty)):
         raise invalid("a number, a tuple of numbers or a function as empty", shown(empty))
-    expected = f"kinds among {list(_KINDS)}"
+    expected = f"kinds among {list(dtypes.KINDS)}"
     accepted = [] if isinstance(kinds, str) else require_items(expected, kinds)
     if not accepted:
         raise invalid(expected, shown(kinds))
     for kind in accepted:
-        require_one_of(expected, kind, _KINDS)
+        require_one_of(expected, kind, dtypes.KINDS)
     settings = dtypes.Settings(dtype, output_dtype)
     cell = _UserCell(name, tuple(accepted), settings, empty, update, merge, finalize)
     return Treewise(cell, _state_class(name), scales_by_weight=valid("scales_by_weight", scales_by_weight))

@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import in_words, is_absent, is_array_of, require_scalar, resolve
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import invalid, operation, require_type
 from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.settings import check, valid
@@ -99,7 +99,7 @@ class NumberedReduction(Wrapper):
     """A reduction whose contributions are `Numbered`. See `numbered`."""
 
     microbatches: int
-    call = "numbered"
+    call, state = "numbered", NumberedState
 
     def __init__(self, of: Reduction, microbatches: int) -> None:
         super().__init__(of, microbatches=microbatches)
@@ -112,40 +112,37 @@ class NumberedReduction(Wrapper):
         return NumberedState(self.of.init(value), counts)
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> NumberedState:
-        state = self._require(state)
-        if not isinstance(value, Numbered):
-            raise invalid("Numbered(value, number)", type(value).__name__)
+        state = self.require(state)
+        require_type("Numbered(value, number)", value, Numbered)
         backend = resolve([state.counts, value.number])
         one = one_at(backend, value.number, self.microbatches)
         _require_disjoint(state.counts, one)
         return NumberedState(self.of.update(state.value, value.value, weight), backend.asarray(state.counts) + one)
 
     def merge(self, a: State, b: State) -> NumberedState:
-        a, b = self._require(a), self._require(b)
+        a, b = self.require(a), self.require(b)
         _require_disjoint(a.counts, b.counts)
         return NumberedState(self.of.merge(a.value, b.value), a.counts + b.counts)
 
     def finalize(self, state: State) -> Tree:
-        return self.of.finalize(self._require(state).value)
+        return self.of.finalize(self.require(state).value)
 
     def clear(self, state: State) -> NumberedState:
-        state = self._require(state)
+        state = self.require(state)
         return NumberedState(self.of.clear(state.value), state.counts * 0)
 
     def all_merge(self, state: State, collective: Collective, order: Order) -> NumberedState:
-        state = self._require(state)
+        state = self.require(state)
         (counts,) = collective.all_sum([state.counts])
         return NumberedState(self.of.all_merge(state.value, collective, order), counts)
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        if not isinstance(value, Numbered):
-            raise invalid("Numbered(value, number)", type(value).__name__)
+        require_type("Numbered(value, number)", value, Numbered)
         gradients, inner = self.of.gradients(value.value)
         return gradients, lambda changed: Numbered(inner(changed), value.number)
 
-    def _require(self, state: State) -> NumberedState:
-        if not isinstance(state, NumberedState):
-            raise invalid("a NumberedState", type(state).__name__)
+    def require(self, state: State) -> NumberedState:
+        super().require(state)
         if not is_array_of(state.counts, INT32, (self.microbatches,)):
             expected = f"a ledger of {self.microbatches} microbatches"
             raise invalid(expected, in_words(state.counts), ".counts")

@@ -70,8 +70,7 @@ def product(dtype: DType = None, *, output_dtype: DType = None, wire: Wire | Non
     >>> gc.combine(gc.reductions.product(), [np.float32([1, 2]), np.float32([3, 4])])
     array([3., 8.], dtype=float32)
     """
-    settings = dtypes.Settings(dtype, output_dtype)
-    cell = Plain("product", ("float", "integer"), _one, _multiply, settings=settings)
+    cell = Plain("product", ("float", "integer"), _one, _multiply, dtypes.Settings(dtype, output_dtype))
     return Treewise(cell, ProductState, wire=wire)
 
 
@@ -110,9 +109,7 @@ def max(*, output_dtype: DType = None) -> Reduction:
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 5.], dtype=float32)
     """
-    settings = dtypes.Settings(None, output_dtype)
-    cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=settings)
-    return Treewise(cell, MaxState)
+    return Treewise(Plain("max", ("float", "integer"), _lowest, _larger, dtypes.Settings(None, output_dtype)), MaxState)
 
 
 @operation("min")
@@ -124,8 +121,7 @@ def min(*, output_dtype: DType = None) -> Reduction:
     array([1., 4.], dtype=float32)
     """
     settings = dtypes.Settings(None, output_dtype)
-    cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=settings)
-    return Treewise(cell, MinState)
+    return Treewise(Plain("min", ("float", "integer"), _highest, _smaller, settings), MinState)
 
 
 def _lowest(dtype: np.dtype) -> Scalar:
@@ -179,9 +175,6 @@ def _sort_key(backend: Backend, x: Array) -> Array:
     return backend.where(bits < 0, -(bits & layout.most), bits)
 
 
-_KINDS = ("float", "complex", "integer", "bool")
-
-
 class FirstState(TreewiseState):
     """The first contribution so far."""
 
@@ -207,7 +200,7 @@ def first() -> Reduction:
     >>> gc.combine(gc.reductions.first(), [np.float32([1, 5]), np.float32([3, 4])], weights=[0, 1])
     array([3., 4.], dtype=float32)
     """
-    return Treewise(Plain("first", _KINDS, _zero, _earlier, takes_indices=True), FirstState)
+    return Treewise(Plain("first", dtypes.KINDS, _zero, _earlier, takes_indices=True), FirstState)
 
 
 @operation("last")
@@ -221,7 +214,7 @@ def last() -> Reduction:
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 4.], dtype=float32)
     """
-    return Treewise(Plain("last", _KINDS, _zero, _later, takes_indices=True), LastState)
+    return Treewise(Plain("last", dtypes.KINDS, _zero, _later, takes_indices=True), LastState)
 
 
 def _zero(dtype: np.dtype) -> Scalar:

@@ -133,8 +133,9 @@ def _sum_or_mean(
             received = wire if dtype is None else dtype
             raise invalid("no dtype and no wire for precision 'exact'", shown(received))
         terms = require_integer(f"max_terms from 1 to {SPILLED_CAPACITY}", max_terms, highest=SPILLED_CAPACITY)
-        cell = Exact(name, settings, divides, spills=terms > FLOAT32.capacity)
+        spills = terms > FLOAT32.capacity
+        cell, room = Exact(name, settings, divides, spills), SPILLED_CAPACITY if spills else None
         derivative = _sum_or_mean(name, "fast", None, output_dtype, None, max_terms)
-        return Treewise(cell, state, derivative=derivative, **flags, precision=precision, max_terms=cell.room)
+        return Treewise(cell, state, derivative=derivative, **flags, precision=precision, max_terms=room)
     kinds = ("float", "complex") if divides else ("float", "complex", "integer")
     return Treewise(Added(name, kinds, divides, settings), state, wire=wire, **flags)

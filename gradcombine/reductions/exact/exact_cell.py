@@ -188,11 +188,6 @@ class Exact(Cell):
             raise invalid("a state for the same max_terms", total.digits.in_words)
         return total.digits
 
-    @property
-    def room(self) -> int | None:
-        """The number of terms that float32 sums have room for; None for the default."""
-        return SPILLED_CAPACITY if self.spills else None
-
     def _words(self, word: np.dtype) -> int:
         """The number of words of an element."""
         return 6 if self.spills and word == FLOAT32.word else 3
