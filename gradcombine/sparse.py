@@ -182,15 +182,14 @@ def _add_runs(backend: Backend, ordered: Array, position: Array, here: Array, va
     Each iteration adds the element ``span`` further on, if it has the same index, and doubles ``span``.
     """
     n, axes = backend.shape(ordered)[0], len(backend.shape(values)) - 1
-    last = backend.full((n,), n - 1, INT32)
 
     def has_longer_run(span: Array, values: Array) -> Array:
         return backend.total(backend.cast(valid & (position >= span), INT32)) > 0
 
     def add_pairs(span: Array, values: Array) -> tuple[Array, Array]:
         later = here + span
-        clamped = backend.where(later > last, last, later)
-        same = (backend.take(ordered, clamped) == ordered) & (later <= last)
+        clamped = _at_most(backend, later, n - 1)
+        same = (backend.take(ordered, clamped) == ordered) & (later == clamped)
         return span * 2, backend.where(across(same, axes), backend.add(values, backend.take(values, clamped)), values)
 
     return backend.loop(has_longer_run, add_pairs, backend.full((), 1, INT32), values)[1]

@@ -83,12 +83,12 @@ def all_reduce(
     leaves, structure = tree.flatten(value)
     # The value may have NumPy leaves; collectives take arrays of the framework, as the rank is.
     backend = resolve([*leaves, over.rank()])
-    for i, path in enumerate(structure.paths()):
+    present = [(i, path) for i, path in enumerate(structure.paths()) if not is_absent(leaves[i])]
+    for i, path in present:
         with within(path):
-            x = leaves[i]
-            leaves[i] = x if is_absent(x) or is_row_sparse(x) else backend.asarray(x)
+            leaves[i] = leaves[i] if is_row_sparse(leaves[i]) else backend.asarray(leaves[i])
+    over.require_unreduced((path, leaves[i]) for i, path in present)
     value = tree.unflatten(structure, leaves)
-    over.require_unreduced(tree.present(value))
 
     def run(reduction: Reduction, value: Tree, weight: Scalar) -> Tree:
         state = reduction.update(reduction.init(value), value, weight)

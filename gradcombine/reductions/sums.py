@@ -137,5 +137,5 @@ def _sum_or_mean(
         cell, room = Exact(name, settings, divides, spills), SPILLED_CAPACITY if spills else None
         derivative = _sum_or_mean(name, "fast", None, output_dtype, None, max_terms)
         return Treewise(cell, state, derivative=derivative, **flags, precision=precision, max_terms=room)
-    kinds = ("float", "complex") if divides else ("float", "complex", "integer")
+    kinds = ("float", "complex") if divides else dtypes.NUMERIC
     return Treewise(Added(name, kinds, divides, settings), state, wire=wire, **flags)

@@ -259,7 +259,7 @@ class _Contexts:
             if is_absent(value):
                 return component
             dtype = backend.dtype(component)
-            if write is not replace and dtypes.kind(dtype) not in ("float", "complex", "integer"):
+            if write is not replace and dtypes.kind(dtype) not in dtypes.NUMERIC:
                 raise invalid("a numeric variable", dtype, path)
             return write(backend, backend.asarray(component), backend.cast(backend.asarray(value), dtype))
 
