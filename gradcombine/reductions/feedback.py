@@ -129,12 +129,12 @@ class FedBack(Wrapper):
             raise invalid("order 'sequential' for residuals", order)
         self.require(state)
         if not self.of.divides:
-            return self._exchanged(state, collective, order)
+            return self._exchanged(state, collective)
         backend = resolve([*tree.flatten(state)[0], collective.rank()])
         weights = [backend.asarray(x) for x in parts(state.state.weight)]
         total = backend.cast(reduce(backend.add, collective.all_sum(weights)), dtypes.FLOAT32)
         of_window = _plus(state.state, state.residual, lambda a, x: backend.add(a, backend.scale(x, total)))
-        merged = self._exchanged(FedBackState(of_window, self._zeros(of_window)), collective, order)
+        merged = self._exchanged(FedBackState(of_window, self._zeros(of_window)), collective)
         zero, one, infinity = (backend.full((), x, dtypes.FLOAT32) for x in (0, 1, np.inf))
         is_weight = (total > zero) & (total < infinity)
         divisor = backend.where(is_weight, total, one)
@@ -145,10 +145,10 @@ class FedBack(Wrapper):
         ]
         return merged._replace(residual=tree.unflatten(structure, residual))
 
-    def _exchanged(self, state: FedBackState, collective: Collective, order: Order) -> FedBackState:
+    def _exchanged(self, state: FedBackState, collective: Collective) -> FedBackState:
         """The merged state of all replicas, with the rounding errors of this one."""
         errors: list[Array] = []
-        merged = self.of.all_merge(state.state, collective, order, errors)
+        merged = self.of.all_merge(state.state, collective, "sequential", errors)
         leaves, structure = tree.flatten(state.residual)
         if not errors:  # a single replica, which sends nothing
             return state._replace(state=merged)

@@ -129,7 +129,7 @@ def finish(
 
 
 def _level(backend: Backend, grid: Grid, *slots: Array) -> tuple[Array]:
-    return (backend.cast(sum(word & grid.tag for word in slots[1:]) + (slots[0] & grid.tag), INT8),)
+    return (backend.cast(sum(word & grid.tag for word in slots), INT8),)
 
 
 def _aligned(backend: Backend, grid: Grid, top: Array, *words: Array) -> tuple[Array, ...]:

@@ -28,8 +28,6 @@ from gradcombine.reductions.exact.rounding import Divisor
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Leaf
 
-INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
-
 
 class Part(NamedTuple):
     """A number ``significand * 2**exponent``, as integer scalars.
@@ -55,7 +53,7 @@ def weight_parts(backend: Backend, grid: Grid, weight: Weight) -> list[Part]:
     if not weight.is_integer:
         return [_part(backend, grid, backend.cast(weight.array, grid.value), 0, weight.invalid)]
     size = backend.dtype(weight.array).itemsize
-    word = INT64 if size == 8 else max(INT32, grid.word, key=lambda dtype: dtype.itemsize)
+    word = np.dtype(np.int64) if size == 8 else grid.word  # an integer of fewer bits is widened
     # A bitcast, as the weight may be unsigned.
     integer = backend.bitcast(weight.array, word) if size == word.itemsize else backend.cast(weight.array, word)
     parts: list[Part] = []
