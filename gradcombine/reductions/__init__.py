@@ -4,11 +4,10 @@ import inspect
 
 from gradcombine.reductions.adasum import adasum
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.differentiable import differentiable
+from gradcombine.reductions.beside import differentiable, measured
 from gradcombine.reductions.elementwise import elementwise
 from gradcombine.reductions.feedback import fed_back
 from gradcombine.reductions.guarded import Written
-from gradcombine.reductions.measuring import measured
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.numbered import Numbered, numbered
 from gradcombine.reductions.per_leaf import per_leaf

@@ -247,26 +247,6 @@ class Wrapper(Reduction):
         return self.of.gradients(value)
 
 
-class Beside(Wrapper):
-    """A wrapper that runs another reduction beside the wrapped one; each state is a pair of theirs."""
-
-    def __init__(self, of: Reduction, other: Reduction) -> None:
-        super().__init__(of)
-        self.other = other
-
-    def merge(self, a: State, b: State) -> State:
-        (x, x_other), (y, y_other) = self.require(a), self.require(b)
-        return self.state(self.of.merge(x, y), self.other.merge(x_other, y_other))
-
-    def clear(self, state: State) -> State:
-        x, other = self.require(state)
-        return self.state(self.of.clear(x), self.other.clear(other))
-
-    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
-        x, other = self.require(state)
-        return self.state(self.of.all_merge(x, collective, order), self.other.all_merge(other, collective, order))
-
-
 class OnContributions(Wrapper):
     """A wrapper that transforms contributions or their weights only."""
 
