@@ -76,7 +76,7 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
     # A window that was loaded from a file may have NumPy arrays.
     backend = resolve([*leaves, *carried])
     leaves, carried = ([backend.asarray(x) for x in arrays] for arrays in (leaves, carried))
-    top = depth_of(counter) - 1
+    top = backend.shape(leaves[0])[0] - 1
     # n and n + 1 differ in the trailing ones of n and the zero above them, which is the first free level.
     changed = counter.filled ^ (counter.filled + 1)
     free = _sum(backend, [backend.shift_right(changed, i) & 1 for i in range(1, top + 1)])
@@ -96,7 +96,7 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
 def total(reduction: Reduction, counter: BinaryCounter) -> State:
     """Merges all occupied levels into one partial state."""
     leaves, structure, backend = _flatten(counter.stacked)
-    top = depth_of(counter) - 1
+    top = backend.shape(leaves[0])[0] - 1
     filled = backend.concrete(counter.filled)
     if filled is not None:
         occupied = [i for i in range(top + 1) if _is_occupied(int(filled), i, top)]
