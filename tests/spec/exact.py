@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
-from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.cell import Totals
+from gradcombine.reductions.cell import Totals, parts
 from gradcombine.reductions.weights import parse
 
 PRECISION = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
+SUBNORMAL = {"float32": 2.0**-149, "float64": 2.0**-1074, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+"""The smallest positive numbers."""
+
+T = TypeVar("T")
+
+
+def fold(join: Callable[[T, T], T], terms: Sequence[T], order: str, blocks: int = 1) -> T:
+    """Joins the terms of each block (a replica) in ``order``, then the blocks in the canonical tree."""
+    size = len(terms) // blocks
+    within = _tree if order == "tree" else reduce
+    return _tree(join, [within(join, terms[i : i + size]) for i in range(0, len(terms), size)])
+
+
+def _tree(join: Callable[[T, T], T], terms: Sequence[T]) -> T:
+    """The canonical tree: the left branch of n terms holds the largest power of two below n."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return join(_tree(join, terms[:half]), _tree(join, terms[half:]))
 
 
 def round_to(value: Fraction, dtype: str = "float32") -> Fraction:
@@ -29,6 +48,13 @@ def round_to(value: Fraction, dtype: str = "float32") -> Fraction:
     if abs(value) / unit < 2 ** (PRECISION[dtype] - 1):
         unit /= 2
     return round(value / unit) * unit
+
+
+def round_gradually(value: Fraction, dtype: str = "float32") -> Fraction:
+    """Like `round_to`, to a subnormal number if the value underflows."""
+    unit = Fraction(SUBNORMAL[dtype])
+    is_normal = abs(value) >= unit * 2 ** (PRECISION[dtype] - 1)
+    return round_to(value, dtype) if is_normal else round(value / unit) * unit
 
 
 Term = tuple[Fraction, Fraction, bool]
@@ -60,13 +86,9 @@ def combine(name: str, terms: Sequence[Term], order: str, blocks: int = 1) -> fl
     Args:
       name: the reduction.
       terms: the contributions in order.
-      order: order of summation within a block.
-      blocks: number of replicas, each of which holds one block; blocks are merged in the canonical tree.
+      order, blocks: as of `fold`.
     """
-    fold: Callable[..., Term] = fold_pairwise if order == "tree" else _chain
-    size = len(terms) // blocks
-    partial = [fold(lambda a, b: merge(name, a, b), terms[i : i + size]) for i in range(0, len(terms), size)]
-    value, weight, empty = fold_pairwise(lambda a, b: merge(name, a, b), partial)
+    value, weight, empty = fold(partial(merge, name), terms, order, blocks)
     if empty:
         return {"min": math.inf, "max": -math.inf}.get(name, IDENTITY[name])
     return float(round_to(value / weight) if name == "mean" else value)
@@ -78,13 +100,6 @@ def term(name: str, value: float, weight: float) -> Term:
         return Fraction(0), Fraction(0), True
     scale = Fraction(float(np.float32(weight))) if name in ("sum", "mean") else 1
     return round_to(Fraction(float(value)) * scale), Fraction(float(np.float32(weight))), False
-
-
-def _chain(function: Callable[[Term, Term], Term], terms: Sequence[Term]) -> Term:
-    total = terms[0]
-    for nxt in terms[1:]:
-        total = function(total, nxt)
-    return total
 
 
 def elementwise(name: str, values: np.ndarray, weights: np.ndarray, order: str, blocks: int = 1) -> np.ndarray:
@@ -179,10 +194,27 @@ def specials(dtype: Any = np.float32) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(values, dtype).T, np.asarray(sums, dtype)
 
 
-def merged(reduction: Any, fold: Callable[[Any], Any], x: np.ndarray, rng: np.random.Generator) -> Any:
+def check_grouping(
+    reduction: Any,
+    folded: Callable[[Any], Any],
+    x: np.ndarray,
+    seeds: Iterable[int],
+    settled: Callable[[Any], Any] = lambda state: state,
+) -> None:
+    """The sum of the rows of x is within its bound, and its words are those of any other order and grouping."""
+    state = folded(x)
+    assert_within_bound(reduction.finalize(state), x)
+    expected = settled(state)
+    for seed in seeds:
+        other = settled(_merged(reduction, folded, x, np.random.default_rng(seed)))
+        for a, b in zip(parts((expected.value, expected.weight)), parts((other.value, other.weight)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def _merged(reduction: Any, folded: Callable[[Any], Any], x: np.ndarray, rng: np.random.Generator) -> Any:
     """The state of the rows of x, shuffled, folded in random groups and merged in random order."""
     groups = np.array_split(rng.permutation(x), min(len(x), int(rng.integers(1, 9))))
-    states = [fold(group) for group in groups]
+    states = [folded(group) for group in groups]
     while len(states) > 1:
         i, j = sorted(rng.choice(len(states), 2, replace=False))
         states = [s for k, s in enumerate(states) if k not in (i, j)] + [reduction.merge(states[j], states[i])]

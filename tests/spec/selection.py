@@ -57,6 +57,24 @@ def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]
     return [_parameter(name, frameworks[name], name in quick) for name in (frameworks if names is None else names)]
 
 
+def in_modes(quick: Mapping[Any, Iterable[str]], names: Iterable[str] | None = None) -> list[Any]:
+    """Test parameters: each key (a value, or a tuple of several) of ``quick`` in the named modes, by default in all.
+
+    Modes that are not among a key's values run in the full suite only.
+    """
+    return [
+        pytest.param(
+            *values,
+            *mode.values,
+            id="-".join([*(getattr(x, "__name__", x) for x in values), mode.id]),
+            marks=mode.marks,
+        )
+        for key, chosen in quick.items()
+        for values in [key if isinstance(key, tuple) else (key,)]
+        for mode in among(chosen, names)
+    ]
+
+
 def traced_quickly(*quick: tuple[str, ...]) -> Callable[[Any], Any]:
     """Decorator: a case that traces is quick only if its parameters contain all values of one of these tuples."""
 

@@ -18,7 +18,7 @@ from tests.foreign_orders.data import assert_same_bits
 from tests.spec import exact, modes
 from tests.spec.data import CLOSE, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
-from tests.spec.selection import among, unrolled
+from tests.spec.selection import among, in_modes, unrolled
 
 NAMES = ("sum", "mean")
 
@@ -52,17 +52,7 @@ def shuffled(data: Any, seed: int) -> Any:
     return {"values": values, "weights": data["weights"][chosen]}
 
 
-QUICK_PLACES = (("list", "numpy"), ("time", "numpy"), ("time", "jax_scan"))
-
-
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        pytest.param(place, *mode.values, id=f"{place}-{mode.id}", marks=mode.marks)
-        for place in ("list", "time")
-        for mode in among(name for quick, name in QUICK_PLACES if quick == place)
-    ],
-)
+@pytest.mark.parametrize(("place", "name"), in_modes({"list": ("numpy",), "time": ("numpy", "jax_scan")}))
 @settings(max_examples=6)
 @given(data=contributions(4, CLOSE), seed=st.integers(0, 99))
 def test_any_order_gives_the_correctly_rounded_sum(place: str, name: str, data: Any, seed: int) -> None:
@@ -141,22 +131,17 @@ def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
     """Permutations and merge trees change no bit."""
     kinds, reduction = exact.patterns(n, 64 if n <= 64 else 8), reductions.sum("exact")
     x = np.concatenate(list(kinds.values()), axis=1) if kind == ALL else kinds[kind]
-    state = folded(x)
-    exact.assert_within_bound(reduction.finalize(state), x)
-    for seed in range(3):
-        other = exact.merged(reduction, folded, x, np.random.default_rng(seed))
-        for a, b in zip(parts(state.value), parts(other.value), strict=True):
-            np.testing.assert_array_equal(a, b)
+    exact.check_grouping(reduction, folded, x, seeds=range(3))
 
 
-def specials(env: modes.Env, data: Any) -> Any:
-    return gc.combine(reductions.sum("exact"), [data[0], data[1], data[2]])
+def summed(env: modes.Env, data: Any) -> Any:
+    return gc.combine(reductions.sum("exact"), rows(data))
 
 
 @unrolled
 def test_specials(mode: modes.Mode) -> None:
     values, expected = exact.specials()
-    (result,) = mode.run(specials, [values])
+    (result,) = mode.run(summed, [values])
     np.testing.assert_array_equal(exact.bits(result), exact.bits(expected))
 
 
@@ -164,19 +149,14 @@ def test_specials(mode: modes.Mode) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_floats_are_rounded_once(mode: modes.Mode, dtype: str) -> None:
     """The sum lies above a tie of the narrow format by less than float32 resolves."""
-    narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     precision = exact.PRECISION[dtype]
     values = [1.0, 2.0**-precision, 2.0**-14, 2.0**-14]
-    wide = np.array([[v, -v] for v in values]).astype(narrow)
+    wide = np.array([[v, -v] for v in values]).astype(dtype)
     (result,) = mode.run(summed, [wide])
     total = sum((Fraction(float(v)) for v in wide[:, 0]), Fraction(0))
-    assert result.dtype == narrow
+    assert result.dtype == dtype
     expected = float(exact.round_to(total, dtype))
     np.testing.assert_array_equal(result.astype(np.float64), [expected, -expected])
-
-
-def summed(env: modes.Env, data: Any) -> Any:
-    return gc.combine(reductions.sum("exact"), [data[i] for i in range(4)])
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import sys
 from fractions import Fraction
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -37,11 +36,7 @@ def folded(x: np.ndarray) -> Any:
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
     """The words depend on the multiset of terms only."""
     x = patterns(n, 8)[kind]
-    state = folded(x)
-    exact.assert_within_bound(SUM.finalize(state), x)
-    other = exact.merged(SUM, folded, x, np.random.default_rng(n))
-    for a, b in zip(parts(state.value), parts(other.value), strict=True):
-        np.testing.assert_array_equal(a, b)
+    exact.check_grouping(SUM, folded, x, seeds=[n])
 
 
 def program(env: modes.Env, data: Any) -> Any:
@@ -96,11 +91,10 @@ def test_specials() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_narrower_outputs_are_rounded_once(dtype: str) -> None:
     """The sum lies above a tie of the output format by less than float64 resolves."""
-    narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     values = [1.0, 2.0 ** -exact.PRECISION[dtype], 2.0**-30, 2.0**-60, -(2.0**-30)]
     total = gc.combine(reductions.sum("exact", output_dtype=dtype), [np.float64([v, -v]) for v in values])
     expected = float(exact.round_to(sum(map(Fraction, values), Fraction(0)), dtype))
-    assert total.dtype == narrow
+    assert total.dtype == dtype
     np.testing.assert_array_equal(total.astype(np.float64), [expected, -expected])
 
 
@@ -115,23 +109,25 @@ def test_leaves_of_both_widths_share_their_weights() -> None:
         assert float(mean[leaf][0]) == float(exact.round_to(products / weight, dtype))
 
 
-SUBNORMAL = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
-"""Smallest positive numbers of the narrower formats."""
+NARROWER = ("float32", "bfloat16", "float16")
 
 
 def narrowed(env: modes.Env, x: Any) -> Any:
-    return [gc.combine(reductions.sum("exact", output_dtype=dtype), rows(x)) for dtype in SUBNORMAL]
+    return [gc.combine(reductions.sum("exact", output_dtype=dtype), rows(x)) for dtype in NARROWER]
 
 
 @pytest.mark.parametrize("name", among(("numpy", "tf_eager"), ("numpy", "tf_eager", "tf_function", "tf_xla")))
 def test_subnormal_results_of_narrower_outputs(name: str) -> None:
     """Covers ties, and sums that differ from a tie by less than float32 resolves."""
     parts = [[n + 0.5, beside, -0.25, 0.25] for n in (0, 1, 2, 5) for beside in (0, 2.0**-40, -(2.0**-40))]
-    for i, (dtype, unit) in enumerate(SUBNORMAL.items()):
+    for i, dtype in enumerate(NARROWER):
+        unit = exact.SUBNORMAL[dtype]
         x = np.float64(parts).T * unit
         (results,) = modes.get(name).run(narrowed, [x])
-        expected = [float(round(sum(map(Fraction, column)))) * unit for column in parts]
-        assert results[i].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+        expected = [
+            float(exact.round_gradually(sum(map(Fraction, column)) * Fraction(unit), dtype)) for column in parts
+        ]
+        assert results[i].dtype == dtype
         np.testing.assert_array_equal(results[i].astype(np.float64), expected)
 
 

@@ -14,7 +14,7 @@ from gradcombine import reductions
 from gradcombine.reductions.cell import parts, refilled
 from tests.spec import exact, modes
 from tests.spec.programs import rows
-from tests.spec.selection import among
+from tests.spec.selection import among, in_modes
 
 MANY = reductions.sum("exact", max_terms=2**26)
 FEW = reductions.sum("exact")
@@ -38,12 +38,6 @@ def settled(state: Any) -> Any:
     return MANY.merge(state, MANY.clear(state))
 
 
-def assert_same_words(a: Any, b: Any) -> None:
-    a, b = settled(a), settled(b)
-    for x, y in zip(parts((a.value, a.weight)), parts((b.value, b.weight)), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 ALL = "all kinds side by side"
 
 
@@ -62,9 +56,7 @@ def all_kinds(n: int, size: int) -> np.ndarray:
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
     """Settled words depend on the multiset of terms only."""
     x = all_kinds(n, 4) if kind == ALL else exact.patterns(n, 4)[kind]
-    state = folded(MANY, x)
-    exact.assert_within_bound(MANY.finalize(state), x)
-    assert_same_words(state, exact.merged(MANY, partial(folded, MANY), x, np.random.default_rng(1)))
+    exact.check_grouping(MANY, partial(folded, MANY), x, seeds=[1], settled=settled)
 
 
 @pytest.mark.full
@@ -223,14 +215,7 @@ def batches(env: modes.Env, data: Any) -> Any:
     return reduction.finalize(one), gc.combine(reduction, trees, weights), one.count
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(*mode.values, dtype, id=f"{mode.id}-{np.dtype(dtype)}", marks=mode.marks)
-        for dtype in (np.int32, np.float32)
-        for mode in among(("numpy",), DISTINCT)
-    ],
-)
+@pytest.mark.parametrize(("dtype", "name"), in_modes(dict.fromkeys((np.int32, np.float32), ("numpy",)), DISTINCT))
 def test_several_at_once_are_one_after_another(name: str, dtype: Any) -> None:
     """Includes a NaN of weight 0."""
     rng = np.random.default_rng(3)

@@ -17,12 +17,11 @@ from tests.spec.programs import rows
 from tests.spec.selection import among
 
 NAMES = ("min", "max", "first", "last")
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def pairs(dtype: np.dtype) -> np.ndarray:
+def pairs(dtype: str) -> np.ndarray:
     """Two contributions, of shape (2, n): every pair of zeros, subnormal and normal numbers of both signs."""
-    info = ml_dtypes.finfo(dtype)
+    info = ml_dtypes.finfo(np.dtype(dtype))
     tiny, normal = float(info.smallest_subnormal), float(info.smallest_normal)
     sizes = [0.0, tiny, 2 * tiny, normal - tiny, normal, 1.0]
     values = np.array([sign * size for size in sizes for sign in (1, -1)]).astype(dtype)
@@ -46,10 +45,10 @@ def picked(env: modes.Env, data: Any) -> Any:
     return results
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", among((), modes.UNROLLED))
 def test_what_is_picked_keeps_its_bits(name: str, dtype: str) -> None:
-    x = pairs(DTYPES[dtype])
+    x = pairs(dtype)
     expected = {n: np.array([wanted(n, a, b) for a, b in x.T]).astype(x.dtype) for n in NAMES}
     mode = modes.get(name)
     chosen = [[0, 0], [1, 1]] if name in modes.REPLICATED else [[0, 1]]

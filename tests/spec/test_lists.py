@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.selection import unrolled
 
@@ -26,17 +25,9 @@ def expected(weights: Any, order: str, values: np.ndarray = VALUES) -> tuple[np.
     scales = [None if w == 0 else np.float32(w) for w in weights]
 
     def add(a: Any, b: Any) -> Any:
-        return b if a[0] is None else a if b[0] is None else (a[0] + b[0],)
+        return b if a is None else a if b is None else a + b
 
-    def folded(items: list[Any]) -> Any:
-        if order == "tree":
-            return fold_pairwise(add, [(item,) for item in items])[0]
-        total = items[0]
-        for item in items[1:]:
-            total = add((total,), (item,))[0]
-        return total
-
-    return folded(terms), folded(scales)
+    return exact.fold(add, terms, order), exact.fold(add, scales, order)
 
 
 class Lists:

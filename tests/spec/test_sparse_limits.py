@@ -12,7 +12,7 @@ from gradcombine.reductions import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
 from gradcombine.tree import static_rows
 from tests.spec import modes
-from tests.spec.selection import among
+from tests.spec.selection import among, in_modes
 
 ROWS = 9
 EAGER = ("numpy", "jax_eager", "tf_eager")
@@ -54,12 +54,7 @@ def test_as_many_rows_as_there_is_room_for(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(*mode.values, case, id=f"{mode.id}-{case}", marks=mode.marks)
-        for case in LOST
-        for mode in among(EAGER if case == "past the end" else ("numpy", "tf_eager"), EAGER)
-    ],
+    ("case", "name"), in_modes(dict.fromkeys(LOST, ("numpy", "tf_eager")) | {"past the end": EAGER}, EAGER)
 )
 def test_lost_rows_raise_where_they_are_known(name: str, case: str) -> None:
     data, message = LOST[case]

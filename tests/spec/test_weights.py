@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,7 +13,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from tests.spec import exact, modes
 from tests.spec.programs import rows
-from tests.spec.selection import among
+from tests.spec.selection import in_modes
 
 SUM, MEAN = reductions.sum("exact"), reductions.mean("exact")
 QUICK, DISTINCT = (
@@ -37,13 +37,7 @@ TO_TRACE = ("uint32", "sum above float32", "subnormal and large")
 """Weights for which the quick suite traces programs: integers and floats."""
 
 
-def rounded(value: Fraction) -> float:
-    """Rounds to float32, including subnormal numbers."""
-    unit = Fraction(2) ** -149
-    return float(exact.round_to(value) if abs(value) >= Fraction(2) ** -126 else round(value / unit) * unit)
-
-
-def wanted(column: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+def nearest(column: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Expected sum, which may exceed the range of float32, and mean."""
     scales = [Fraction(w.item()) for w in weights]
     products = [Fraction(float(x)) * w for x, w in zip(column, scales, strict=True)]
@@ -51,7 +45,8 @@ def wanted(column: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
         products = [exact.round_to(p) for p in products]
     total = sum(products, Fraction(0))
     over = abs(total) >= 2**128
-    return np.copysign(np.inf, float(total)) if over else rounded(total), rounded(total / exact.round_to(sum(scales)))
+    mean = float(exact.round_gradually(total / exact.round_to(sum(scales))))
+    return np.copysign(np.inf, float(total)) if over else float(exact.round_gradually(total)), mean
 
 
 def weighed(env: modes.Env, data: Any) -> Any:
@@ -59,12 +54,8 @@ def weighed(env: modes.Env, data: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        pytest.param(*mode.values, kind, id=f"{mode.id}-{kind}", marks=mode.marks)
-        for kind in WEIGHTS
-        for mode in among(QUICK if kind in TO_TRACE else ("numpy", "tf_eager"), DISTINCT)
-    ],
+    ("kind", "name"),
+    in_modes({kind: QUICK if kind in TO_TRACE else ("numpy", "tf_eager") for kind in WEIGHTS}, DISTINCT),
 )
 def test_sums_and_means_by_weights_of_any_type_and_size(name: str, kind: str) -> None:
     """Results are the floats nearest to the exact fractions, in every framework."""
@@ -76,7 +67,7 @@ def test_sums_and_means_by_weights_of_any_type_and_size(name: str, kind: str) ->
     x = X[:, :2] if "float32" in kind or "subnormal" in kind else X
     ((total, mean),) = mode.run(weighed, [{"x": x, "weights": weights}])
     for column, *received in zip(x.T, total, mean, strict=True):
-        assert [float(x) for x in received] == list(wanted(column, weights))
+        assert [float(x) for x in received] == list(nearest(column, weights))
 
 
 @pytest.mark.parametrize("weight", [2**31, 2**53 + 1, 2**60 + 2**7 + 1, 2**64 - 1, 10**60, 3 * 10**37])
@@ -84,8 +75,10 @@ def test_known_integers_multiply_exactly(weight: int) -> None:
     """A value of two bits is not rounded before the end, for any weight."""
     values = np.float32([3, -1e-30, 2.0**-149, 0])
     for value, received in zip(values, gc.combine(SUM, [values], [weight]), strict=True):
-        product = Fraction(float(value)) * weight
-        assert received == (np.copysign(np.inf, value) if abs(product) >= 2**128 else np.float32(rounded(product)))
+        wanted = Fraction(float(value)) * weight
+        assert received == (
+            np.copysign(np.inf, value) if abs(wanted) >= 2**128 else np.float32(exact.round_gradually(wanted))
+        )
     total = sum(2 * weight - x for x in range(3))
     mean = gc.combine(MEAN, [np.float32([1.5])] * 3, [2 * weight - x for x in range(3)])
     assert mean[0] == 1.5 if total < 2**128 else np.isinf(mean[0])
@@ -129,23 +122,17 @@ def means(env: modes.Env, data: Any) -> Any:
     return [*values, *moments]
 
 
-QUICK_REFUSED = [
-    ("negative", sums, "tf_function"),
-    ("NaN", sums, "tf_function"),
-    ("negative integer", means, "jax_jit"),
-]
+QUICK_REFUSED = {
+    ("negative", sums): ("tf_function",),
+    ("NaN", sums): ("tf_function",),
+    ("negative integer", means): ("jax_jit",),
+}
 """Weight dtypes; each one traces a different program."""
 TRACED = ("jax_jit", "jax_scan", "tf_function", "tf_xla")
 
 
 @pytest.mark.parametrize(
-    ("kind", "program", "name"),
-    [
-        pytest.param(kind, program, *mode.values, id=f"{kind}-{program.__name__}-{mode.id}", marks=mode.marks)
-        for kind in REFUSED
-        for program in (sums, means)
-        for mode in among([name for *which, name in QUICK_REFUSED if which == [kind, program]], TRACED)
-    ],
+    ("kind", "program", "name"), in_modes(dict.fromkeys(product(REFUSED, (sums, means)), ()) | QUICK_REFUSED, TRACED)
 )
 def test_a_traced_weight_that_would_be_refused_gives_nan(kind: str, program: Any, name: str) -> None:
     """Holds in every precision: at run time it is too late for an error."""
@@ -209,7 +196,7 @@ def test_traced_weights_of_narrow_floats(name: str) -> None:
     """Narrow floats differ in whether they have zeros, signs and infinities."""
     import jax
 
-    dtype = np.dtype(getattr(ml_dtypes, name))
+    dtype = np.dtype(name)
     with np.errstate(all="ignore"):
         held = [w for w in MEANS if np.array_equal(float(np.array(w).astype(dtype)), w, equal_nan=True)]
     mean = jax.vmap(lambda weight: gc.mean([np.float32(2), np.float32(8)], [weight, 1]))
@@ -226,7 +213,7 @@ def test_a_known_integer_that_may_be_left_out_stays_whole(weight: int) -> None:
 
     mean = reductions.zeroed(MEAN)
     received = jax.jit(lambda a, b: gc.combine(mean, [a, b], [weight, 3]))(np.float32([1]), np.float32([0]))
-    assert float(received[0]) == rounded(Fraction(weight, weight + 3))
+    assert float(received[0]) == exact.round_to(Fraction(weight, weight + 3))
 
 
 @pytest.mark.needs("jax")

@@ -7,6 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import Any
 
 import ml_dtypes
@@ -16,9 +17,8 @@ import pytest
 import gradcombine as gc
 from gradcombine import sparse, wires
 from gradcombine.backends.registry import load
-from gradcombine.pairwise import fold_pairwise
 from gradcombine.wires.coding import decode, encode
-from tests.spec import modes
+from tests.spec import exact, modes
 from tests.spec.selection import unrolled
 
 NUMPY = load("numpy")
@@ -43,9 +43,8 @@ def rounded(wire: wires.Wire, x: np.ndarray) -> np.ndarray:
     top[top == 0] = 1
     if wire.exponent:
         name = next(name for name, one in WIRES.items() if one.name == wire.name)
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
         power = 2.0 ** (np.floor(np.log2(top)) - (2 ** (wire.exponent - 1) - 2))
-        result = (blocks / power).astype(dtype).astype(np.float64) * power
+        result = (blocks / power).astype(name).astype(np.float64) * power
     else:
         power = 2.0 ** np.ceil(np.log2(top / (2**wire.significand - 1)))
         result = np.rint(blocks / power) * power
@@ -57,7 +56,7 @@ def summed(wire: wires.Wire, xs: list[np.ndarray], to: str) -> np.ndarray:
     n, size, shape = len(xs), xs[0].size, xs[0].shape
     rows = n if to == "parts" else 1
     flat = [np.pad(x.reshape(-1), (0, -size % rows)).reshape(rows, -1) for x in xs]
-    total = fold_pairwise(lambda a, b: a + b, [rounded(wire, x) for x in flat])
+    total = exact.fold(add, [rounded(wire, x) for x in flat], "tree")
     if to == "parts":
         total = rounded(wire, total)
     return total.reshape(-1)[:size].reshape(shape)
@@ -325,7 +324,7 @@ def test_sharded_sums_and_gathered_shards() -> None:
         return shard["w"], zero.gather(shard, {"w": x}, over, wire)["w"]
 
     shards, whole = jax.vmap(replica, axis_name="data")(jnp.asarray(xs))
-    rows = fold_pairwise(lambda a, b: a + b, [rounded(wire, x.reshape(n, -1)) for x in xs])
+    rows = exact.fold(add, [rounded(wire, x.reshape(n, -1)) for x in xs], "tree")
     np.testing.assert_array_equal(shards, rows)
     for received in whole:
         np.testing.assert_array_equal(received, rounded(wire, rows).reshape(40, 50))

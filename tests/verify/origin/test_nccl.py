@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 
 from gradcombine.verify import explain
 from gradcombine.verify.explain.nccl import nvls, pieces, ring_chunk, tree_chunk
+from tests.spec import exact
 
 RNG = np.random.default_rng(4)
 
@@ -19,20 +21,17 @@ def parts(ranks: int, dtype: Any = np.float32, size: int = 700) -> list[dict[str
     return [{"b": RNG.normal(size=50).astype(dtype), "w": RNG.normal(size=size).astype(dtype)} for _ in range(ranks)]
 
 
-def rounded(value: Fraction, like: Any) -> Fraction:
-    """Rounds to nearest, ties to even, by exact distances."""
-    near = like.type(float(value))
-    around = [near, np.nextafter(near, like.type(np.inf)), np.nextafter(near, like.type(-np.inf))]
-    best = min(around, key=lambda x: (abs(Fraction(float(x)) - value), int(x.view(f"u{like.itemsize}")) & 1))
-    return Fraction(float(best))
-
-
-def added(terms: list[Fraction], like: np.dtype) -> Fraction:
+def added(terms: list[Fraction]) -> Fraction:
     """Sums from left to right and rounds each addition."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = rounded(total + term, like)
-    return total
+    return reduce(lambda a, b: exact.round_to(a + b), terms)
+
+
+def rounded_once(trees: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The exact sums of float32 trees, each rounded once."""
+    return {
+        leaf: np.float32([float(exact.round_to(sum(exactly(trees, leaf, i)))) for i in range(x.size)])
+        for leaf, x in trees[0].items()
+    }
 
 
 def exactly(trees: list[dict[str, np.ndarray]], leaf: str, i: int) -> list[Fraction]:
@@ -47,7 +46,7 @@ def test_a_ring_is_found_whatever_its_chunks() -> None:
     result = {}
     for leaf, first in starts.items():
         terms = [exactly(trees, leaf, i) for i in range(len(first))]
-        chains = [added(x[s:] + x[:s], np.dtype(np.float32)) for x, s in zip(terms, first, strict=True)]
+        chains = [added(x[s:] + x[:s]) for x, s in zip(terms, first, strict=True)]
         result[leaf] = np.float32([float(x) for x in chains])
     found = [str(x.candidate) for x in explain(trees, result).matches]
     assert found == ["sum, added in NCCL's or gloo's ring over 4 ranks, in float32"]
@@ -111,19 +110,13 @@ def test_an_nvlink_switch_adds_float32_exactly() -> None:
         terms = np.stack([trees[0][leaf] * 2.0**40, trees[0][leaf] * -(2.0**40), trees[1][leaf], trees[2][leaf]])
         for tree, x in zip(trees, RNG.permuted(terms.astype(np.float32), axis=0), strict=True):
             tree[leaf] = x
-    result = {
-        leaf: np.float32([float(rounded(sum(exactly(trees, leaf, i)), np.dtype(np.float32))) for i in range(x.size)])
-        for leaf, x in trees[0].items()
-    }
+    result = rounded_once(trees)
     found = {match.candidate.order for match in explain(trees, result).matches}
     assert "in any order, by NVLS over 4 ranks" in found
     assert not [order for order in found if "ring" in order or "tree" in order]
     trees = parts(3, size=300)
     scaled = [{k: x * np.float32(1 / 3) for k, x in tree.items()} for tree in trees]
-    result = {
-        leaf: np.float32([float(rounded(sum(exactly(scaled, leaf, i)), np.dtype(np.float32))) for i in range(x.size)])
-        for leaf, x in trees[0].items()
-    }
+    result = rounded_once(scaled)
     expected = "sum of each * (1 / n), added in any order, by NVLS over 3 ranks, in float32"
     assert expected in [str(match.candidate) for match in explain(trees, result).matches]
 
