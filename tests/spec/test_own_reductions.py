@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
+from tests.spec import modes
+from tests.spec.data import deal
+from tests.spec.programs import Single
 
 ORDERS = ["sequential", "tree"]
 VALUES = np.array([[1, 2], [3, 5], [np.nan, 1], [2, 8]], np.float32)
@@ -29,36 +32,26 @@ SQUARES = gc.Reduction(
 )
 
 
-def over_time(order: Any, values: Any, weights: Any) -> Any:
-    acc = gc.accumulate(SQUARES, every=4, order=order)
-    state = acc.init({"w": values[0], "none": None})
-    for i in range(len(VALUES)):
-        state = acc.update({"w": values[i], "none": None}, state, weights[i])
-    return acc.value(gc.merge_replicas(SQUARES, state, over=gc.LOCAL))
-
-
 def check(result: Any) -> None:
     assert result["none"] is None
     np.testing.assert_array_equal(result["w"], EXPECTED)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_in_numpy(order: Any) -> None:
-    check(over_time(order, VALUES, WEIGHTS))
-    check(gc.combine(SQUARES, [{"w": x, "none": None} for x in VALUES], WEIGHTS, order))
-
-
-@pytest.mark.sampled
-@pytest.mark.needs("jax")
-@pytest.mark.parametrize("order", ORDERS)
-def test_in_jax(order: Any) -> None:
-    import jax
-
-    check(jax.jit(partial(over_time, order))(VALUES, WEIGHTS))
-    replica = jax.vmap(
-        lambda x, w: gc.all_reduce(SQUARES, {"w": x, "none": None}, gc.jax_axis("data"), w), axis_name="data"
-    )
-    check(jax.tree.map(lambda x: x[0], replica(VALUES, WEIGHTS)))
+@pytest.mark.parametrize(
+    ("place", "name", "order"),
+    [
+        *((place, "numpy", order) for place in ("list", "time x replicas") for order in ORDERS),
+        *(
+            pytest.param(*each, order, marks=[pytest.mark.needs("jax"), *[pytest.mark.full] * (order == "tree")])
+            for each in (("time x replicas", "jax_jit"), ("replicas", "jax_vmap"))
+            for order in ORDERS
+        ),
+    ],
+)
+def test_places(place: str, name: str, order: Any) -> None:
+    data = {"values": {"w": VALUES, "none": None}, "weights": WEIGHTS}
+    for result in modes.get(name).run(Single(SQUARES, place, order), deal(data, 4 if place == "replicas" else 1)):
+        check(result)
 
 
 @pytest.mark.needs("tensorflow")
