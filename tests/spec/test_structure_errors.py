@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ MANY = {f"layer{i:04}": {"w": ONE, "b": None} for i in range(3000)}
 def without(*names: str) -> Any:
     return {name: leaf for name, leaf in MANY.items() if name not in names}
 
+
+CHAIN = reduce(lambda inner, _: {"next": inner, "w": ONE}, range(90), {"w": ONE})
 
 DIFFERENT: dict[str, tuple[Any, str, str, str]] = {
     "one missing": (without("layer1234"), "['layer1234']", "a dict of 2", "nothing"),
@@ -55,23 +59,20 @@ def test_a_message_names_the_places_where_trees_differ(case: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_finding_the_difference_visits_each_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holds for a chain and for a wide tree: comparing entire subtrees at each level would be quadratic."""
-    chain: Any = {"w": ONE}
-    for _ in range(90):
-        chain = {"next": chain, "w": ONE}
-    _, a = tree.flatten(chain)
-    _, b = tree.flatten({**chain, "more": ONE})
-    compared = 0
+@pytest.mark.parametrize(("same", "nodes"), [(CHAIN, 2 * 91), (MANY, 1 + 3 * 3000)], ids=["a chain", "a wide tree"])
+def test_finding_the_difference_visits_each_node_once(same: Any, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing entire subtrees at each level would be quadratic."""
+    (_, a), (_, b) = tree.flatten(same), tree.flatten({**same, "zzz": ONE})
+    visited, real = Counter[str](), tree._differences  # pyright: ignore[reportPrivateUsage]
 
-    def counted(self: tree.Structure, other: object) -> bool:
-        nonlocal compared
-        compared += 1
-        return self is other
+    def counted(x: tree.Structure, y: tree.Structure, path: str) -> Any:
+        visited[path] += 1
+        return real(x, y, path)
 
-    monkeypatch.setattr(tree.Structure, "__eq__", counted)
-    assert tree.difference(a, b).path == "['more']"
-    assert compared == 0
+    monkeypatch.setattr(tree, "_differences", counted)
+    monkeypatch.setattr(tree.Structure, "__eq__", lambda *_: pytest.fail("compares entire subtrees"))
+    assert tree.difference(a, b).path == "['zzz']"
+    assert (len(visited), set(visited.values())) == (nodes, {1})
 
 
 @pytest.mark.parametrize(
