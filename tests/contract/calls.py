@@ -188,6 +188,15 @@ SAVED = Kind(saved, PATH.mistakes)
 NEW = Kind(lambda: f"new{next(_NUMBERS)}", PATH.mistakes)
 _NUMBERS = itertools.count()
 
+VARIABLES = only([tf.Variable([0.0, 0.0])], none=None, numbers=[1.0], text="w")
+OF_INTEGRATIONS = {
+    **dict.fromkeys(("optimizer", "inner", "opt", "transformation"), OPTIMIZER),
+    "reduction": MAYBE_REDUCTION,
+    "over": OF_JAX,
+    "weight": WEIGHT_OF,
+}
+"""Kinds by parameter name, for the functions of integrations."""
+
 SPECIAL: dict[str, dict[str, Kind]] = {
     "Reduction": {name: FUNCTION.but(function) for name, function in OWN.items()},
     "accumulate": {"every": POSITIVE},
@@ -312,43 +321,20 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "integrations.jax.grads_by_denominator": {
         "terms": only({"value": "tokens"}, none=None, a_list=["value"], numbers={1: 2})
     },
-    "integrations.jax.train_step": {
-        "over": OF_JAX,
-        "optimizer": OPTIMIZER,
-        "reduction": MAYBE_REDUCTION,
-        "microbatches": MAYBE_POSITIVE,
-        "weight": WEIGHT_OF,
-    },
-    "integrations.jax.outer": {
-        "over": OF_JAX,
-        "transformation": OPTIMIZER,
-        "reduction": MAYBE_REDUCTION,
-        "fragments": POSITIVE,
-    },
-    "integrations.jax.request_step": {
-        "over": OF_JAX,
-        "optimizer": OPTIMIZER,
-        "reduction": MAYBE_REDUCTION,
-        "weight": WEIGHT_OF,
-    },
-    "integrations.jax.value_and_grad": {"over": OF_JAX, "reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
-    "integrations.jax.zero.exchange_costs": {"like": TREES.without("2**31")},
-    "integrations.jax.zero.scattered": {"over": AXIS},
-    "integrations.optax.MultiSteps": {"opt": OPTIMIZER},
-    "integrations.optax.accumulate": {"inner": OPTIMIZER, "reduction": MAYBE_REDUCTION, "over": MAYBE_OVER},
-    "integrations.optax.accumulate_and_apply": {"inner": OPTIMIZER, "reduction": MAYBE_REDUCTION, "over": MAYBE_OVER},
-    "integrations.optax.all_reduce": {"over": OF_JAX, "reduction": MAYBE_REDUCTION},
-    "integrations.optax.map_replicas": {"over": OF_JAX, "batch_argnums": ARGNUMS.but((), "twice")},
+    "integrations.jax.train_step": {"microbatches": MAYBE_POSITIVE},
+    "integrations.jax.outer": {"fragments": POSITIVE},
+    "integrations.jax.zero.exchange_costs": {"like": TREES.without("2**31"), "reduction": REDUCTION},
+    "integrations.jax.zero.scattered": {"over": AXIS, "reduction": REDUCTION},
+    "integrations.optax.accumulate": {"over": MAYBE_OVER},
+    "integrations.optax.accumulate_and_apply": {"over": MAYBE_OVER},
+    "integrations.optax.map_replicas": {"batch_argnums": ARGNUMS.but((), "twice")},
     "integrations.tensorflow.AccumulatedStep": {
-        "variables": only([tf.Variable([0.0, 0.0])], none=None, numbers=[1.0], text="w"),
+        "variables": VARIABLES,
         "apply": FUNCTION.but(keras.optimizers.SGD(0.1)),
-        "reduction": MAYBE_REDUCTION,
     },
     "integrations.tensorflow.Outer": {
-        "variables": only([tf.Variable([0.0, 0.0])], none=None, numbers=[1.0], text="w"),
+        "variables": VARIABLES,
         "optimizer": only(keras.optimizers.SGD(0.1), none=None, a_number=1, nothing=[], numbers=[1.0]),
-        "every": POSITIVE,
-        "reduction": MAYBE_REDUCTION,
     },
     "integrations.keras.Accumulate": {
         "inner_optimizer": only(keras.optimizers.SGD(0.1), none=None, a_number=1, unknown="no optimizer"),
@@ -358,10 +344,10 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     },
     "integrations.horovod.AllReduce": {
         **dict.fromkeys(FACTORS, NUMBER.without("-1")),
+        "over": OVER,
         "process_set": only(None, text="0", floats=[0.5], a_number=3),
     },
     "integrations.horovod.LocalGradientAggregation": {
-        "reduction": MAYBE_REDUCTION,
         "size": only(None, text="2", zero=0, a_float=1.5),
         "mode": choice("eager"),
     },
@@ -541,7 +527,9 @@ METHODS: list[tuple[Callable[..., Any], dict[str, Kind]]] = [
 
 def _calls() -> dict[str, Call]:
     """All calls, by name."""
-    made = {name: Call(f, KINDS | SPECIAL.get(name, {})) for name, f in public().items()}
+    functions = public()
+    general = {name: OF_INTEGRATIONS if name.startswith("integrations.") else {} for name in functions}
+    made = {name: Call(f, KINDS | general[name] | SPECIAL.get(name, {})) for name, f in functions.items()}
     return made | {f.__name__: Call(f, KINDS | kinds) for f, kinds in METHODS}
 
 

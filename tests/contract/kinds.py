@@ -53,6 +53,11 @@ def refusal(call: Callable[[], Any]) -> str:
     return "accepted"
 
 
+def unrefused(call: Callable[[Any], Any], mistakes: dict[str, Any]) -> dict[str, str]:
+    """What the call did instead of refusing these values, by name."""
+    return {name: what for name, value in mistakes.items() if (what := refusal(lambda: call(value)))}  # noqa: B023
+
+
 LEAVES: dict[str, Any] = {
     "a string": "text",
     "bytes": b"text",
