@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import reductions, sparse, tree
+from gradcombine import reductions, sparse, statefile, tree
 
 SUFFIXES = (".npz", ".safetensors")
 
@@ -91,6 +92,14 @@ def accumulated(case: Case, order: Any, contributions: range, every: int = 8, st
     for seed in contributions:
         state = acc.update(contribution(case.like, seed), state, weight=1 + seed % 3)
     return state
+
+
+def saved_and_loaded(path: Path, case: Case, state: Any) -> Any:
+    """The state from a file, which equals the saved one bit for bit."""
+    statefile.save(path, case.reduction, state)
+    loaded = statefile.load(path, case.reduction, case.like)
+    assert contents(loaded) == contents(state)
+    return loaded
 
 
 def contents(state: Any) -> dict[str, Any]:

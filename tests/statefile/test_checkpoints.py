@@ -44,6 +44,14 @@ def window(name: str, steps: int) -> Any:
     return state
 
 
+def orbax(path: Path, state: Any, target: Any) -> Any:
+    """The state from a checkpoint, in the form of the target."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path, target)
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -51,10 +59,7 @@ def window(name: str, steps: int) -> Any:
 def test_orbax(tmp_path: Path, kind: str, name: str) -> None:
     state, empty = window(name, 3), window(name, 0)
     if kind == "standard":
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "state", state)
-            checkpointer.wait_until_finished()
-            restored = checkpointer.restore(tmp_path / "state", empty)
+        restored = orbax(tmp_path / "state", state, empty)
     else:
         with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "state", state)
@@ -69,11 +74,7 @@ def test_orbax_with_an_optimizer_around_the_window(tmp_path: Path) -> None:
     params = {name: x for name, x in LIKE.items() if x is not None}
     grads = jax.tree.map(lambda x: x + jnp.asarray(0.3, x.dtype), params)
     _, state = tx.update(grads, tx.init(params), params, weight=3)
-    target = tx.init(params)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", target)
+    restored = orbax(tmp_path / "state", state, tx.init(params))
     assert contents(restored) == contents(state)
     statefile.save(tmp_path / "window.npz", reductions.mean(), state.window)
     loaded = state._replace(window=statefile.load(tmp_path / "window.npz", reductions.mean(), params))
@@ -114,10 +115,7 @@ def through(folder: Path, way: str, before: Any, after: Any, begun: int) -> Any:
     for k in range(begun):
         _, state = tx.update({"w": jnp.float32(k)}, state, PARAMS, weight=1 + k)
     if way == "orbax":
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "state", state)
-            checkpointer.wait_until_finished()
-            return checkpointer.restore(folder / "state", target), other.update
+        return orbax(folder / "state", state, target), other.update
     statefile.save(folder / "window.npz", reduction, state.window)
     return target._replace(window=statefile.load(folder / "window.npz", new, PARAMS)), other.update
 

@@ -165,16 +165,18 @@ def test_compressed_entries_are_refused_before_they_are_unpacked(whole: Path) ->
         statefile.load_replicas(whole, CASE.reduction, CASE.like)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": "another"}, "expected the format 'gradcombine state', received another format"),
+        (
+            {"version": 4, "gradcombine": "9.0", "leaves": "something new"},
+            "expected version 3 of the format, received version 4, written by gradcombine '9.0'",
+        ),
+    ],
+)
 @pytest.mark.parametrize("whole", [".npz"], indirect=True)
-def test_another_format_says_so(whole: Path) -> None:
-    rewritten(whole, lambda entries, fields: fields.update(format="another"))
-    with pytest.raises(gc.GradCombineError, match="expected the format 'gradcombine state', received another format"):
-        statefile.inspect(whole)
-
-
-@pytest.mark.parametrize("whole", [".npz"], indirect=True)
-def test_a_newer_version_says_so(whole: Path) -> None:
-    rewritten(whole, lambda entries, fields: fields.update(version=4, gradcombine="9.0", leaves="something new"))
-    message = "expected version 3 of the format, received version 4, written by gradcombine '9.0'"
+def test_another_format_or_version_says_so(whole: Path, changed: dict[str, Any], message: str) -> None:
+    rewritten(whole, lambda entries, fields: fields.update(changed))
     with pytest.raises(gc.GradCombineError, match=re.escape(message)):
         statefile.inspect(whole)

@@ -24,8 +24,16 @@ from tests.statefile.states import SUFFIXES
 MEAN = reductions.mean()
 
 
-def state(value: float, size: int = 3) -> Any:
-    return MEAN.update(MEAN.init(np.zeros(size, np.float32)), np.full(size, value, np.float32))
+LIKE = np.zeros(3, np.float32)
+
+
+def state(value: float) -> Any:
+    return MEAN.update(MEAN.init(LIKE), LIKE + np.float32(value))
+
+
+def held(path: Path) -> float:
+    """The value of the state in a file."""
+    return float(MEAN.finalize(statefile.load(path, MEAN, LIKE))[0])
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -46,7 +54,7 @@ def test_an_error_on_the_way_keeps_the_old_file(
             statefile.save(path, MEAN, state(2))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     statefile.save(path, MEAN, state(2))
-    assert float(MEAN.finalize(statefile.load(path, MEAN, np.zeros(3, np.float32)))[0]) == 2
+    assert held(path) == 2
 
 
 def test_the_contents_are_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +109,7 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path, dangling: bool)
     assert link.is_symlink() and os.readlink(link) == "disk/b.npz"
     assert not target.is_symlink()
     for path in (link, target):
-        assert float(MEAN.finalize(statefile.load(path, MEAN, np.zeros(3, np.float32)))[0]) == 1
+        assert held(path) == 1
     assert list(target.parent.iterdir()) == [target]
 
 
@@ -152,7 +160,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path: Path, kind: str,
     before = os.stat(path)
     for call in (
         lambda: statefile.save(path, MEAN, state(1)),
-        lambda: statefile.load(path, MEAN, np.zeros(3, np.float32)),
+        lambda: statefile.load(path, MEAN, LIKE),
         lambda: statefile.inspect(path),
     ):
         with pytest.raises(gc.GradCombineError, match="expected a regular file"):
@@ -165,7 +173,7 @@ def test_the_longest_name_is_saved(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / ("n" * (255 - len(suffix)) + suffix)
     statefile.save(path, MEAN, state(1))
     statefile.save(path, MEAN, state(2))
-    assert float(MEAN.finalize(statefile.load(path, MEAN, np.zeros(3, np.float32)))[0]) == 2
+    assert held(path) == 2
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -14,7 +14,16 @@ import pytest
 import gradcombine as gc
 from gradcombine import reductions, statefile
 from tests.spec.selection import cases
-from tests.statefile.states import CASES, FLOATS, SUFFIXES, accumulated, contents, contribution
+from tests.statefile.states import (
+    CASES,
+    FLOATS,
+    SUFFIXES,
+    Case,
+    accumulated,
+    contents,
+    contribution,
+    saved_and_loaded,
+)
 
 ORDERS = ("sequential", "tree")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -26,11 +35,9 @@ QUICK = [(name, order, suffix) for (order, suffix), name in ONE_ORDER_EACH]
 
 @pytest.mark.parametrize(("name", "order", "suffix"), cases(QUICK, CASES, ORDERS, SUFFIXES))
 def test_a_partial_window_goes_on_from_a_file(tmp_path: Path, name: str, order: Any, suffix: str) -> None:
-    case, path = CASES[name], tmp_path / f"window{suffix}"
+    case = CASES[name]
     state = accumulated(case, order, range(5))
-    statefile.save(path, case.reduction, state)
-    loaded = statefile.load(path, case.reduction, case.like)
-    assert contents(loaded) == contents(state)
+    loaded = saved_and_loaded(tmp_path / f"window{suffix}", case, state)
     unbroken = accumulated(case, order, range(5, 11), state=state)
     assert contents(accumulated(case, order, range(5, 11), state=loaded)) == contents(unbroken)
 
@@ -39,23 +46,21 @@ def test_a_partial_window_goes_on_from_a_file(tmp_path: Path, name: str, order: 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("updates", [0, 1, 3])
 def test_a_state_without_a_window(tmp_path: Path, name: str, updates: int, suffix: str) -> None:
-    case, path = CASES[name], tmp_path / f"state{suffix}"
+    case = CASES[name]
     state = case.reduction.init(case.like)
     for seed in range(updates):
         state = case.reduction.update(state, contribution(case.like, seed), 2)
-    statefile.save(path, case.reduction, state)
-    assert contents(statefile.load(path, case.reduction, case.like)) == contents(state)
+    saved_and_loaded(tmp_path / f"state{suffix}", case, state)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("updates", [0, 4, 5])
-def test_empty_and_full_windows_and_their_number(tmp_path: Path, updates: int, suffix: str) -> None:
-    case, path = CASES["mean"], tmp_path / f"window{suffix}"
-    state = accumulated(case, "tree", range(updates), every=4)
-    statefile.save(path, case.reduction, state)
-    loaded = statefile.load(path, case.reduction, case.like)
-    assert (int(loaded.step), int(loaded.index)) == [(0, 0), (4, 0), (1, 1)][[0, 4, 5].index(updates)]
-    assert contents(loaded) == contents(state)
+@pytest.mark.parametrize(("updates", "position"), [(0, (0, 0)), (4, (4, 0)), (5, (1, 1))])
+def test_empty_and_full_windows_and_their_number(
+    tmp_path: Path, updates: int, position: tuple[int, int], suffix: str
+) -> None:
+    state = accumulated(CASES["mean"], "tree", range(updates), every=4)
+    loaded = saved_and_loaded(tmp_path / f"window{suffix}", CASES["mean"], state)
+    assert (int(loaded.step), int(loaded.index)) == position
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -65,8 +70,7 @@ def test_every_bit_of_every_float_is_kept(tmp_path: Path, suffix: str) -> None:
     value = {"half": patterns.view(np.float16), "wide": (patterns.astype(np.uint32) << 16 | 0x1234).view(np.float32)}
     state = total.init(value)._replace(value=value)
     state = state._replace(value={**value, "half": value["half"].astype(np.float32)})
-    statefile.save(tmp_path / f"bits{suffix}", total, state)
-    assert contents(statefile.load(tmp_path / f"bits{suffix}", total, value)) == contents(state)
+    saved_and_loaded(tmp_path / f"bits{suffix}", Case(total, value), state)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -13,6 +13,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import reductions, statefile, wires
 from gradcombine.reductions import Numbered
+from tests.statefile.states import Case, saved_and_loaded
 from tests.statefile.test_damage import rewritten
 
 LIKE = {"w": np.zeros(2, np.float32)}
@@ -77,11 +78,10 @@ def test_another_composition_is_refused(begun: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_its_own_composition_goes_on(name: str, tmp_path: Path) -> None:
-    state = window(COMPOSITIONS[name])
-    statefile.save(tmp_path / "window.safetensors", COMPOSITIONS[name], state)
-    loaded = statefile.load(tmp_path / "window.safetensors", COMPOSITIONS[name], LIKE)
-    gc.check_state(COMPOSITIONS[name], loaded)
-    assert statefile.inspect(tmp_path / "window.safetensors").settings == COMPOSITIONS[name].description
+    path, reduction = tmp_path / "window.safetensors", COMPOSITIONS[name]
+    loaded = saved_and_loaded(path, Case(reduction, LIKE), window(reduction))
+    gc.check_state(reduction, loaded)
+    assert statefile.inspect(path).settings == reduction.description
 
 
 @pytest.mark.parametrize(("begun", "resumed"), list(itertools.permutations(LEDGERS, 2)))
