@@ -5,11 +5,10 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from gradcombine import GradCombineError
 from gradcombine.verify import compare
-from gradcombine.verify.command import app
+from tests.verify.diff.test_command import run
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(512, 12)), RNG.normal(size=(512, 20))
@@ -132,27 +131,23 @@ def dumped(path, tree):
     return str(path)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["diff", *map(str, arguments)])
-
-
 def test_the_command_answers_in_words_and_by_its_exit_status(tmp_path):
     a, b, r = (tmp_path / f"{name}.npz" for name in "abr")
     dumped(a, rounded()), dumped(b, rounded(block=8))
     # The reference has B's names and order of axes.
     np.savez(r, kernel=EXACT["dense"]["kernel"].T, bias=EXACT["dense"]["bias"], scale=EXACT["scale"])
-    result = run(a, b, "--reference", r)
-    assert (result.exit_code, "within their rounding noise" in result.output) == (0, True), result.output
+    code, output = run(a, b, "--reference", r)
+    assert (code, "within their rounding noise" in output) == (0, True), output
     dumped(b, scaled(rounded(), 1.001))
-    result = run(a, b, "--reference", r, "--json", tmp_path / "out.json")
-    assert (result.exit_code, "1 (B is off)" in result.output) == (1, True), result.output
+    code, output = run(a, b, "--reference", r, "--json", tmp_path / "out.json")
+    assert (code, "1 (B is off)" in output) == (1, True), output
     leaves = {leaf["a"]: leaf["judgement"] for leaf in json.loads((tmp_path / "out.json").read_text())["leaves"]}
     assert leaves["kernel"]["verdict"] == "B is off" and leaves["kernel"]["b"] > 100 * leaves["kernel"]["a"]
     np.savez(r, kernel=EXACT["dense"]["kernel"].T, bias=EXACT["dense"]["bias"].astype("f4"))
-    result = run(a, a, "--reference", r)
-    assert (result.exit_code, "2 could not be compared" in result.output) == (1, True), result.output
-    assert run(a, b, "--reference", r, "--rtol", 1).exit_code == 2
-    assert run(a, b, "--roundings", 5).exit_code == 2
+    code, output = run(a, a, "--reference", r)
+    assert (code, "2 could not be compared" in output) == (1, True), output
+    assert run(a, b, "--reference", r, "--rtol", 1)[0] == 2
+    assert run(a, b, "--roundings", 5)[0] == 2
 
 
 def test_runs_are_judged_step_by_step(tmp_path):
@@ -164,8 +159,8 @@ def test_runs_are_judged_step_by_step(tmp_path):
         (tmp_path / name).mkdir()
         for step, tree in enumerate(trees):
             dumped(tmp_path / name / f"step_{step}.npz", tree)
-    result = run(*(tmp_path / name for name in "ab"), "--reference", tmp_path / "r")
-    assert result.exit_code == 1 and "first step that differs is 2" in result.output and "B is off" in result.output
+    code, output = run(*(tmp_path / name for name in "ab"), "--reference", tmp_path / "r")
+    assert code == 1 and "first step that differs is 2" in output and "B is off" in output
     (tmp_path / "r" / "step_0.npz").unlink()
-    result = run(*(tmp_path / name for name in "ab"), "--reference", tmp_path / "r")
-    assert result.exit_code == 1 and "first step that differs is 0" in result.output
+    code, output = run(*(tmp_path / name for name in "ab"), "--reference", tmp_path / "r")
+    assert code == 1 and "first step that differs is 0" in output
