@@ -26,7 +26,7 @@ from tests.faults.plants import FAULTS, IN_LIBRARY
 from tests.faults.strikes import DAMAGE, KINDS, QUIET, REPLICAS, Fault, damage, strike
 from tests.faults.training import Engine, Run, Unbroken
 from tests.faults.verdict import Outcome, examine
-from tests.multi_process.tensorflow_cluster import free_addresses
+from tests.multi_process.processes import free_addresses
 
 FORK: Any = multiprocessing.get_context("fork")
 """The framework is imported in this process but not started, so forking is cheap."""

@@ -24,6 +24,8 @@ import gradcombine as gc
 from gradcombine import reductions, statefile
 from gradcombine.integrations.jax.arrays import detect_lost_peers
 from gradcombine.places.time import whole_window
+from tests.faults.jax_engine import descend, gradient
+from tests.faults.training import bits
 
 WINDOWS, MICROBATCHES, WIDTH = 3, 8, 33
 MEAN = reductions.mean()
@@ -36,22 +38,8 @@ def microbatch(window: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.sin(x).sum(1)
 
 
-@jax.jit
-def gradient(params: Any, x: Any, y: Any) -> Any:
-    return jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"] - y) ** 2))(params)
-
-
-@jax.jit
-def descend(params: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda p, g: p - jnp.float32(0.125) * g, params, grads)
-
-
 def start() -> Any:
     return {"w": jnp.zeros(WIDTH), "b": jnp.zeros(())}
-
-
-def bits(params: Any) -> str:
-    return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params)).hex()
 
 
 def merger(size: int) -> Any:

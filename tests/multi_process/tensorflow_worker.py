@@ -1,4 +1,4 @@
-"""One process of a MultiWorkerMirroredStrategy, started by `tensorflow_cluster`; prints one line of JSON."""
+"""One process of a MultiWorkerMirroredStrategy, started by `processes`; prints one line of JSON."""
 
 from __future__ import annotations
 

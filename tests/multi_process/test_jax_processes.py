@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.faults.jax_engine import descend, gradient
+from tests.faults.training import bits
 from tests.multi_process import jax_worker
-from tests.multi_process.tensorflow_cluster import free_addresses
-
-ROOT = Path(__file__).parents[2]
+from tests.multi_process.processes import Ended, free_addresses, run_workers
 
 
-class Ended(NamedTuple):
-    code: int
-    printed: Any
-    stderr: str
-
-
-def run(size: int, task: str, folder: Path, limit: float = 60) -> list[Ended]:
-    """Runs the worker in ``size`` processes of one device each; those not ended after ``limit`` seconds are killed."""
+def run(size: int, task: str, folder: Path) -> list[Ended]:
+    """Runs the worker in ``size`` processes of one device each."""
     (coordinator,) = free_addresses(1)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    started: list[subprocess.Popen[str]] = []
-    deadline = time.monotonic() + limit
-    try:
-        for rank in range(size):
-            command = [sys.executable, "-m", "tests.multi_process.jax_worker"]
-            command += [coordinator, str(size), str(rank), task, str(folder)]
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen(command, env=environment, cwd=ROOT, **pipes))
-        outputs = [each.communicate(timeout=max(0.1, deadline - time.monotonic())) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
-    return [Ended(each.returncode, _printed(out), err) for each, (out, err) in zip(started, outputs, strict=True)]
-
-
-def _printed(output: str) -> Any:
-    """The worker's line of JSON among the lines that Gloo prints."""
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return found[-1] if found else None
+    arguments = [[coordinator, str(size), str(rank), task, str(folder)] for rank in range(size)]
+    return run_workers(
+        "jax_worker", [(each, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}) for each in arguments], limit=60
+    )
 
 
 def in_one_process() -> str:
@@ -57,10 +29,10 @@ def in_one_process() -> str:
     params = jax_worker.start()
     for window in range(jax_worker.WINDOWS):
         batches = [jax_worker.microbatch(window, number) for number in range(jax_worker.MICROBATCHES)]
-        grads = [jax_worker.gradient(params, x, y) for x, y in batches]
+        grads = [gradient(params, x, y) for x, y in batches]
         mean = gc.combine(reductions.mean(), grads, [len(x) for x, _ in batches], order="tree")
-        params = jax_worker.descend(params, mean)
-    return jax_worker.bits(params)
+        params = descend(params, mean)
+    return bits(params)
 
 
 def agree(ended: list[Ended], expected: str) -> None:

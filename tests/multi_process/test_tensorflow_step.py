@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -10,12 +11,21 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from tests.multi_process.tensorflow_cluster import Ended, run_workers
+from tests.multi_process import processes
+from tests.multi_process.processes import Ended, free_addresses
 from tests.multi_process.tensorflow_worker import EVERY, SIZE, gradient_at, weight_at
 
 pytestmark = [pytest.mark.needs("tensorflow"), pytest.mark.slow]
 
 WINDOWS = 2
+
+
+def run_workers(size: int, *arguments: str) -> list[Ended]:
+    """Runs the worker in ``size`` processes of one cluster."""
+    addresses = free_addresses(size)
+    roles = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}} for rank in range(size)]
+    tasks = [(arguments, {"TF_CONFIG": json.dumps(role), "CUDA_VISIBLE_DEVICES": ""}) for role in roles]
+    return processes.run_workers("tensorflow_worker", tasks, limit=120)
 
 
 def trained(size: int) -> np.ndarray:

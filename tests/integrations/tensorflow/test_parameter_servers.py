@@ -24,7 +24,7 @@ import tensorflow as tf
 from gradcombine import GradCombineError, reductions
 from gradcombine.reductions import Numbered
 from gradcombine.resilience import ledger
-from tests.multi_process.tensorflow_cluster import free_addresses
+from tests.multi_process.processes import free_addresses
 
 pytestmark = [pytest.mark.needs("tensorflow"), pytest.mark.full]
 
