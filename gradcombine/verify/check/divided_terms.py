@@ -72,9 +72,12 @@ def measured(standard: Standard, rows: Rows) -> Part:
     return Part({name: leaves[i : i + count] for name, i in starts}, weights)
 
 
-def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
-    """Yields the gradient for all choices of denominators, beginning with the right one."""
-    names, k = list(parts[0].weights), len(parts)
+def divisions(parts: Sequence[Part], whole: Part) -> Iterator[Divided]:
+    """Yields the gradient for all choices of denominators, beginning with the right one.
+
+    The weights of the parts add up to that of the whole, except for constants, such as 1 for a sum.
+    """
+    names, totals, k = list(whole.weights), whole.weights, len(parts)
 
     def weights(name: str) -> list[float]:
         return [part.weights[name] for part in parts]
@@ -85,20 +88,19 @@ def divisions(parts: Sequence[Part]) -> Iterator[Divided]:
 
     def choices(name: str) -> Iterator[tuple[str, list[float]]]:
         """Yields divisors of a term in each microbatch, with an explanation of wrong ones."""
-        own, total, others = weights(name), sum(weights(name)), [x for x in names if x != name]
+        own, total, others = weights(name), totals[name], [x for x in names if x != name]
         yield "", [total] * k
         for other in others:
-            yield f"{name} divided by the weight of {other}", [sum(weights(other))] * k
+            yield f"{name} divided by the weight of {other}", [totals[other]] * k
         for other in [name, *others]:
             text = f"{name} divided by the weight of {other} in each microbatch"
             yield f"{text}, then averaged", [k * x for x in weights(other)]
             yield f"{text}, then summed", weights(other)
         text = f"{name} divided by the weight of {name} in each microbatch, then"
         for other in names:
-            yield f"{text} summed and divided by the weight of {other}", [x * sum(weights(other)) for x in own]
+            yield f"{text} summed and divided by the weight of {other}", [x * totals[other] for x in own]
         for other in others:
-            pairs = zip(own, weights(other), strict=True)
-            divisors = [x * sum(weights(other)) / y if y else np.inf for x, y in pairs]
+            divisors = [x * totals[other] / y if y else np.inf for x, y in zip(own, weights(other), strict=True)]
             yield f"{text} averaged with the weights of {other}", divisors
         yield f"{name} also divided by the number of microbatches", [k * total] * k
         yield f"{name} divided by the number of microbatches only", [float(k)] * k
@@ -117,13 +119,13 @@ def divided(case: Case) -> Iterator[Prediction]:
     standard = case.standard
     if standard.terms is None or standard.subject.returns_params:
         return
-    all_terms = measured(standard, tuple(range(standard.examples)))
+    whole = measured(standard, tuple(range(standard.examples)))
     # Divisors may include an epsilon, whose effect is larger with the smaller count of a microbatch.
     right = case._replace(result=standard.best)
-    epsilons = right.distances(next(divisions([all_terms])).floats, 4)[0]
+    epsilons = right.distances(next(divisions([whole], whole)).floats, 4)[0]
     for name, pieces in case.partitions.items():
         count, parts = len(pieces), [measured(standard, rows) for rows in pieces]
-        candidates = list(divisions(parts))
+        candidates = list(divisions(parts, whole))
         near = [case.distances(x.floats, count)[0] for x in candidates]
         best = next(x for x, distance in zip(candidates, near, strict=True) if distance <= max(1.0, 2 * min(near)))
         tolerance = max(1.0, 2 * count * epsilons)
@@ -157,4 +159,4 @@ def _compared(standard: Standard) -> tuple[Part, np.ndarray]:
     if standard.subject.returns_params:
         return part, np.zeros(1)
     # Not in float64, which would reveal an epsilon in a divisor.
-    return part, standard.shares(standard.best.floats, next(divisions([part])).floats, wide=False, sides=4)
+    return part, standard.shares(standard.best.floats, next(divisions([part], part)).floats, wide=False, sides=4)

@@ -246,6 +246,24 @@ def test_a_term_that_counts_nothing_is_beside_another_one() -> None:
     assert report.faults[0].detail == "near divided by the weight of words", str(report)
 
 
+def test_a_term_that_is_not_divided_has_the_weight_1() -> None:
+    """Its sums over the microbatches are averaged, as the other term's means of equal microbatches are."""
+
+    def terms(params: Any, part: Any) -> dict[str, Any]:
+        made = of_terms(params, part)
+        return {"near": made["near"], "words": (made["words"][0], 1)}
+
+    @eager
+    def make_step(params: Any, batch: Any, k: int) -> Any:
+        made = [terms(params, part) for part in defects.pieces(batch, k)]
+        means = [defects.added([defects.over(*m["near"]), m["words"][0]]) for m in made]
+        return defects.over(defects.added(means), k)
+
+    report = check_step(make_step, PARAMS, by_hand.batch(), terms=terms)
+    assert report.cause is Cause.DENOMINATOR, str(report)
+    assert report.faults[0].detail == "words divided by the weight of words in each microbatch, then averaged"
+
+
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
