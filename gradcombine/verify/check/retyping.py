@@ -200,6 +200,8 @@ def _evaluate(
                 results, result_origins = _evaluate_inner(program, operands, operand_origins)
             else:
                 origin = Origin.DRAWN if name.startswith(DRAWS) else max(operand_origins, default=Origin.CONSTANT)
+                if origin is Origin.DRAWN and name in SUMS:
+                    origin = Origin.COMPUTED
                 drawn = rule is _bind and origin is Origin.DRAWN and bool(operation.outvars)
                 results = (_bind_native if drawn else rule)(operation, operands)
                 result_origins = [origin if rule in _OF_VALUES else Origin.COMPUTED] * len(results)
@@ -212,6 +214,9 @@ def _evaluate(
 
 DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
 """Prefixes of primitives that draw random numbers."""
+
+SUMS = "reduce_sum", "cumsum", "dot_general"
+"""Primitives whose sums of random numbers, such as drawn weights of examples, may differ between divisions."""
 
 
 CUSTOM_CALLS = "custom_jvp_call", "custom_vjp_call"

@@ -251,6 +251,24 @@ def test_random_keys_of_examples_move_with_them(by_means: bool, typed: bool) -> 
     assert report.cause is (Cause.MEAN_OF_MEANS if by_means else None), str(report)
 
 
+def test_weights_that_are_drawn_are_no_statistics() -> None:
+    """As those of diffusion's noise levels: means over microbatches that are divided by sums of random weights."""
+    batch = BATCH | {"key": jax.random.key_data(jax.random.split(jax.random.key(0), len(BATCH["length"])))}
+
+    def loss(p: Any, part: Any) -> Any:
+        weights = 1 / (jax.vmap(jax.random.uniform)(part["key"]) + 0.1)
+        return ((part["x"] @ p["w"] + p["b"] - part["y"]) ** 2 * weights).sum() / weights.sum()
+
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        results = [jax.value_and_grad(loss)(p, part) for part in parts(batch, k)]
+        return jax.tree.map(lambda *x: sum(x) / k, *results)
+
+    report = check_step(make_step, PARAMS, batch, microbatches=(2,))
+    assert report.cause is Cause.MEAN_OF_MEANS, str(report)
+    assert not report.allowing("statistics").passes
+
+
 @pytest.mark.parametrize("by_means", [False, True])
 def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
     def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
