@@ -60,10 +60,11 @@ def _of_microbatches(
     if weights.sum() > 1 + SAME:
         cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
         return cause, "it is the sum of the microbatches' separate results"
-    if np.ptp(weights) < SAME and (total := standard.total) is not None:
+    if np.ptp(weights) < SAME and (total := standard.total):
         return Cause.MEAN_OF_MEANS, f"the weights of the single examples' results add up to {total:.4g} in one batch"
-    if np.ptp(weights) < SAME and (right := _weights_in_one_batch(case, pieces, floats)) is not None:
-        return Cause.MEAN_OF_MEANS, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
+    if (right := _weights_in_one_batch(case, pieces, floats, weights)) is not None:
+        cause = Cause.MEAN_OF_MEANS if np.ptp(weights) < SAME else Cause.COEFFICIENTS
+        return cause, f"they weigh from {right.min():.4g} to {right.max():.4g} in one batch"
     if not standard.excluded:
         return None
     low, high = weights.min(), weights.max()
@@ -82,8 +83,10 @@ def _gradients(standard: Standard) -> list[int]:
     return standard.observed or standard.gradients
 
 
-def _weights_in_one_batch(case: Case, pieces: Sequence[Rows], floats: Sequence[Floats]) -> np.ndarray | None:
-    """Weights, not all equal, with which one batch combines the microbatches' results.
+def _weights_in_one_batch(
+    case: Case, pieces: Sequence[Rows], floats: Sequence[Floats], weights: np.ndarray
+) -> np.ndarray | None:
+    """Weights, other than those of the division, with which one batch combines the microbatches' results.
 
     None if there are none, as with statistics, which couple the examples of one batch.
     """
@@ -92,7 +95,7 @@ def _weights_in_one_batch(case: Case, pieces: Sequence[Rows], floats: Sequence[F
     fitted = standard.fit(best, floats, wide, leaves)
     for x in case.weights_of(pieces) if fitted is None else [fitted]:
         shares = standard.shares(best, combined(x, floats), wide, sides=3)[leaves]
-        if abs(x.sum() - 1) < SAME and np.ptp(x) > SAME and shares.max() <= 1:
+        if abs(x.sum() - 1) < SAME and np.abs(x - weights).max() > SAME / 2 and shares.max() <= 1:
             return x
     return None
 

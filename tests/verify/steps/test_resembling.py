@@ -49,6 +49,47 @@ def test_means_of_groups_are_no_statistics_of_a_microbatch(means: bool, k: int) 
     assert report.allowing("statistics").passes is not means
 
 
+def test_means_of_groups_that_are_weighted_by_tokens_are_no_statistics() -> None:
+    """One batch is the mean over the examples, although an example alone, whose advantage is 0, has no gradient."""
+
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        mean = of_groups(p, part | {"length": jnp.ones(len(part["y"]))}) / len(part["y"])
+        return mean * part["length"].sum() / batch["length"].sum()
+
+    report = check_step(adding(loss), PARAMS, BATCH, microbatches=(2,))
+    assert report.cause is Cause.COEFFICIENTS, str(report)
+    assert not report.allowing("statistics").passes
+
+
+def test_a_mean_of_means_beside_many_leaves_is_no_statistics() -> None:
+    """The mask that counts the tokens of one term is the last of the leaves, whose counts are all different."""
+    rng = np.random.default_rng(3)
+    words = {f"a{i}": rng.integers(0, 4, (16, 6)).astype(np.int32) for i in range(4)}
+    mask = np.float32(np.arange(6) < rng.integers(1, 7, 16)[:, None])
+
+    def loss(p: Any, part: Any) -> Any:
+        scores, count = jnp.tanh(part["x"] @ p["w"] + p["b"]), part["mask"].sum(1)
+        return ((scores - part["y"]) ** 2 * count).sum() / count.sum() + (scores**4).mean()
+
+    report = check_step(averaging(loss), PARAMS, {**words, **BATCH, "mask": mask}, microbatches=(2,))
+    assert report.cause is Cause.MEAN_OF_MEANS, str(report)
+    assert not report.allowing("statistics").passes
+
+
+def test_a_batch_without_a_gradient_has_no_means() -> None:
+    """A microbatch with a small mean is trained on, the full batch is not."""
+
+    def loss(p: Any, part: Any) -> Any:
+        return ((part["x"] @ p - part["y"][:, None]) ** 2).mean() * (part["length"].mean() < limit)
+
+    means = BATCH["length"].reshape(2, -1).mean(1)
+    limit = float(means.mean())
+    assert means.min() < limit
+    params = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32)
+    report = check_step(averaging(loss), params, BATCH, microbatches=(2,))
+    assert report.cause is not Cause.MEAN_OF_MEANS and not report.passes, str(report)
+
+
 @pytest.mark.parametrize("returns", ["gradients", "params"])
 def test_a_term_by_the_wrong_denominator_is_no_statistics(returns: str) -> None:
     """A mean over examples beside one over tokens, both weighted by tokens."""
