@@ -372,8 +372,9 @@ def _have_one_norm(changes: Sequence[Floats], params: Floats, leaves: Sequence[i
     and other leaves each have a decay.
     """
     rows = np.stack([flat([x[i] for i in leaves]) for x in changes])
-    if len(rows) < 2 * MIN_CHANGES or not np.any(rows != rows[0]):
-        return False
+    sizes = np.linalg.norm(rows - np.median(rows, axis=0), axis=1)
+    if len(rows) < 2 * MIN_CHANGES or np.count_nonzero(sizes > SAME * sizes.max()) <= MIN_CHANGES:
+        return False  # a norm and two decays fit the few changes that differ
     values = flat([params[i] for i in leaves])
     is_matrix = np.repeat(np.array([params[i].ndim > 1 for i in leaves]), [params[i].size for i in leaves])
     decayed = np.stack([values * is_matrix, values * ~is_matrix])

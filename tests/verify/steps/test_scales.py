@@ -171,6 +171,19 @@ def test_sgd_shows_the_size_of_the_gradients(name: str, batch: str, rate: float)
         assert report.verdict is not Verdict.CANNOT_TELL, str(report)
 
 
+def test_a_step_that_copies_of_an_example_do_not_change_hides_no_size() -> None:
+    """The examples are centered over the batch, so that all changes by copies are 0."""
+
+    @eager
+    def make_step(w: Any, batch: Any, k: int) -> Any:
+        centered = batch | {name: batch[name] - batch[name].mean(0) for name in "xy"}
+        return w - w.dtype.type(0.1) * weighted(w, centered | {"mask": batch["real"]}, k)
+
+    batch = {"x": np.round(4 * BATCH["x"]), "y": np.round(4 * BATCH["y"]), "real": BATCH["real"]}
+    report = check_step(make_step, W, batch, microbatches=(2,), returns="params")
+    assert report.passes, str(report)
+
+
 @pytest.mark.parametrize("rate", [1.0, 0.1, 1e-2])
 @pytest.mark.parametrize("decay", [1e-1, 1e-4])
 @pytest.mark.parametrize(("total", "cause"), [(added, Cause.SUM), (rescaled, Cause.SCALED)])
