@@ -57,6 +57,9 @@ def _of_microbatches(
     for some in (leaves, *([i] for i in leaves if best[i].size > 1)):
         if bound := clip_bound(standard, results, some):
             return Cause.CHANGED_BEFORE, f"several microbatches or examples have {bound}"
+    hides = standard.subject.returns_params and not standard.observed and standard.uninformative(faults=True)
+    if hides:  # beside a weight decay, the norms differ
+        return Cause.CHANGED_BEFORE, f"it is the mean of the microbatches' updates, which hide {hides}"
     if weights.sum() > 1 + SAME:
         cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
         return cause, "it is the sum of the microbatches' separate results"

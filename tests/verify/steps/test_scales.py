@@ -222,15 +222,16 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("returns", ["gradients", "params"])
+@pytest.mark.parametrize(("returns", "decay"), [("gradients", 0), ("params", 0), ("params", 0.125)])
 @pytest.mark.parametrize("name", CLIPS)
-def test_clipping_at_each_microbatch_is_named_beside_a_loss(name: str, returns: str) -> None:
+def test_clipping_at_each_microbatch_is_named_beside_a_loss(name: str, returns: str, decay: float) -> None:
     @eager
     def make_step(p: Any, batch: Any, k: int) -> Any:
         values, grads = zip(*(of_layers(p, x) for x in pieces(batch, k)), strict=True)
         clipped = [CLIPS[name](g) for g in grads]
         mean = {leaf: sum(g[leaf] for g in clipped) / x.dtype.type(k) for leaf, x in p.items()}
-        result = {leaf: x - mean[leaf] for leaf, x in p.items()} if returns == "params" else mean
+        new = {leaf: x - mean[leaf] - x * x.dtype.type(decay) for leaf, x in p.items()}
+        result = new if returns == "params" else mean
         return result, sum(values) / values[0].dtype.type(k)
 
     report: StepReport = check_step(
