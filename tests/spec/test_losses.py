@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
@@ -378,13 +377,6 @@ def test_rows_are_packed_by_first_fit(count: int) -> None:
             rows.append(row := [])
         row.append(i)
     assert losses.pack(lengths, 16) == rows
-
-
-def test_many_sequences_are_packed_and_dealt_in_seconds() -> None:
-    start, lengths = time.process_time(), np.random.default_rng(0).integers(1, 4096, 20_000).tolist()
-    assert sum(map(len, losses.pack(lengths, 8192))) == 20_000
-    assert sum(map(len, losses.deal(lengths, range(20_000), 4_000))) == 20_000
-    assert time.process_time() - start < 5
 
 
 def test_ids_that_do_not_fit_in_32_bits_are_refused() -> None:
