@@ -19,9 +19,9 @@ from gradcombine.reporting.sections import Cells, Section, show
 from gradcombine.verify.check_command import check_command
 from gradcombine.verify.diff import diff_report
 from gradcombine.verify.diff.by_step import diff_steps, is_steps
+from gradcombine.verify.diff.common_layout import says_gradients
 from gradcombine.verify.diff.comparing import Allowed, diff
 from gradcombine.verify.diff.dumps import Dump, open_dump
-from gradcombine.verify.diff.layouts import says_gradients
 from gradcombine.verify.diff.rules import Rules, read_rules
 from gradcombine.verify.explain.origin import explain
 from gradcombine.verify.plan import plan_named, plan_report

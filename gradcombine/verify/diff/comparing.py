@@ -13,9 +13,9 @@ from gradcombine.formats import Entry
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
+from gradcombine.verify.diff.common_layout import common
 from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
 from gradcombine.verify.diff.dumps import Dump, require_dump
-from gradcombine.verify.diff.layouts import common
 from gradcombine.verify.diff.mapping import Pair, conventional_axes, flipped, last_word, match, with_flipped, words_of
 from gradcombine.verify.diff.rules import NO_RULES, Rules
 from gradcombine.verify.diff.similarity import ALIKE, closest

@@ -14,8 +14,8 @@ from gradcombine.verify.compare.meter import Element, LeafDifference
 from gradcombine.verify.compare.reference import LIMIT, Judgement
 from gradcombine.verify.compare.ulp import NAN_DISTANCE, kind_of, rounding_unit
 from gradcombine.verify.diff.by_step import RunReport
+from gradcombine.verify.diff.common_layout import says_gradients
 from gradcombine.verify.diff.comparing import DiffReport, Row
-from gradcombine.verify.diff.layouts import says_gradients
 
 COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN", "inf", "worst")
 _STEP_COLUMNS = ("step", "leaves that differ", "not compared", "largest", "worst leaf")

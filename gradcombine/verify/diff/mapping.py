@@ -44,8 +44,8 @@ class Pair(NamedTuple):
     Attributes:
       a, b: their names.
       axes: the order of b's axes that gives a; None if both have the same order.
-      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"gates"`` (`gradcombine.verify.diff.layouts`),
-        ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
+      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"name"``, ``"similar name"``, ``"shape"``,
+        ``"values"`` or ``"gates"`` (`gradcombine.verify.diff.common_layout`).
       flipped: the axes of b that are reversed.
     """
 
