@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import takewhile
 from math import gcd
@@ -39,17 +40,24 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
     if case.standard.subject.framework == "torch":
         yield from import_module("gradcombine.verify.check.torch_steps").before_update(case)
         return
-    partial_cuts = list[tuple[Standard, list[int]]]()
+    partial_cuts = list[tuple[Subject, list[int]]]()
     for cuts in _cuts(case.standard, case.split):
         for inner, others in _that_predict(case, cuts):
             if others:
                 partial_cuts.append((inner, others))
             else:
-                yield inner, others
-    yield from sorted(partial_cuts, key=lambda x: len(x[1]))
+                yield from _measured(case, inner, others)
+    for inner, others in sorted(partial_cuts, key=lambda x: len(x[1])):
+        yield from _measured(case, inner, others)
 
 
-def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[Standard, list[int]]]:
+def _measured(case: Case, inner: Subject, others: list[int]) -> Iterator[tuple[Standard, list[int]]]:
+    """Yields the standard of a cut, which takes many runs, unless the cut cannot be run."""
+    with suppress(NotWide, ValueError):
+        yield Standard(inner, case.standard.unit), others
+
+
+def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[Subject, list[int]]]:
     """Yields the step up to each cut that predicts the result, and the leaves of the state that differ beside it."""
     standard, subject, one, divided = case.standard, case.standard.subject, cuts.one, cuts.divided
     try:
@@ -69,7 +77,7 @@ def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[Standard, list[int]]
             accounted = next((x for x in (range(count), moved) if case.accounts_for(predicted, 1, x)), None)
             if accounted is not None:
                 others = [i for i in range(count) if i not in accounted]
-                yield Standard(_up_to(subject, length, one.inside), standard.unit), others
+                yield _up_to(subject, length, one.inside), others
         except (NotWide, ValueError):
             continue
 
