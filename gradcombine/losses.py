@@ -104,7 +104,8 @@ def sequence_mean_of_token_sum(
 
     Args:
       values, mask, segments: see `gradcombine.losses`.
-      normalizer: the constant, for instance the maximal length of a response.
+      normalizer: the constant, for instance the maximal length of a response: positive, and a normal number of the
+        numerator's dtype.
 
     >>> import numpy as np
     >>> from gradcombine.losses import sequence_mean_of_token_sum
@@ -336,7 +337,7 @@ def pack(tokens: Iterable[int], length: int) -> list[list[int]]:
     expected = f"sequences of 0 to {most} tokens"
     sizes = [require_integer(expected, n, lowest=0, highest=most) for n in require_items(expected, tokens)]
     rows: list[list[int]] = [[] for _ in sizes]
-    # A binary tree over the rows: node i has the room of the emptiest row below its children, nodes 2 i and 2 i + 1.
+    # A binary tree over the rows: node i has the most room of a row below it, and the children 2 i and 2 i + 1.
     leaves = 1 << len(sizes).bit_length()
     room = [most] * (2 * leaves)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

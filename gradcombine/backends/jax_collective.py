@@ -68,7 +68,7 @@ class JaxAxis(Collective):
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
         # XLA merges all-reduces of one dtype: an int32 counter among floats would cost an all-reduce of its own.
-        together = 1 < self.size() <= _MOST_COUNTED and any(x.dtype == jnp.float32 for x in arrays)
+        together = any(x.dtype == jnp.float32 for x in arrays) and 1 < self.size() <= _MOST_COUNTED
         parts = [_digits(x) if together and _is_count(x) else [x] for x in self.mark_varying(arrays)]
         sent = [x for part in parts for x in part]
         received = iter(self._in_buckets(sent, lambda bundle: list(lax.psum(tuple(bundle), self.names)), growth=1))

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, StepReport, Verdict, check_step
+from gradcombine.verify.check import inner
+from gradcombine.verify.check.standard import Standard
 from tests.verify.steps.dividing import jitted, parts
 
 pytestmark = [pytest.mark.needs("jax", "optax"), pytest.mark.usefixtures("as_users_do")]
@@ -101,6 +103,20 @@ def test_running_statistics_beside_an_optimizer_hide_no_other_defect(name: str, 
     cause = {"": Cause.STATISTICS, "loss": Cause.SUM, "last": Cause.LOST}.get(fault)
     assert cause is None or report.cause is cause, str(report)
     assert report.allowing("statistics").passes is (not fault)
+
+
+@pytest.mark.full
+def test_few_of_the_cuts_beside_running_statistics_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is predicted from about 40 cuts, each of which takes many runs to measure."""
+    measured: list[Any] = []
+
+    def standard(subject: Any, unit: Any) -> Any:
+        measured.append(subject)
+        return Standard(subject, unit)
+
+    monkeypatch.setattr(inner, "Standard", standard)
+    assert with_running(optax.adam(0.01), "bias").cause is Cause.UNEXPLAINED
+    assert 0 < len(measured) <= inner.CUTS + 1
 
 
 def test_running_statistics_outside_of_the_parameters_are_not_compared() -> None:

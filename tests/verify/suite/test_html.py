@@ -107,6 +107,14 @@ def test_lines_of_a_note_stay_lines() -> None:
     assert "first\nsecond \\x1b[2K\n" in text and "\\n" not in text
 
 
+def test_a_page_escapes_its_title_and_verdict(tmp_path: Path) -> None:
+    """They contain names of files and leaves."""
+    page.write(tmp_path / "page.html", "a\x1b[2K<b>", "w\u202e", None, [])
+    text = (tmp_path / "page.html").read_text()
+    assert "a\\x1b[2K&lt;b&gt;" in text and "w\\u202e" in text
+    assert "\x1b" not in text and "\u202e" not in text
+
+
 def test_80_columns_break_no_word_and_the_verdict_is_first_and_last() -> None:
     labels = {"framework": "tensorflow", "mode": "MirroredStrategy", "replicas": "1 2 4 8"}
     where = product(("list", "time", "replicas", "time x replicas"), ("sequential", "tree"))
