@@ -116,12 +116,10 @@ def diff_command(
         allowed, mapping = Allowed(max_ulp, rtol, atol), read_rules(rules) if rules else Rules()
         if reference is not None and allowed != Allowed():
             raise invalid("--reference, or --max-ulp, --rtol and --atol", "both")
-        if reference is None and roundings is not None:
-            raise invalid("--roundings with a --reference", "none")
         if any(map(is_log, dumps)):
-            if reference is not None or allowed != Allowed():
-                expected = "no --max-ulp, --rtol, --atol or --reference with logs of digests, which are equal or not"
-                raise invalid(expected, "one")
+            if (reference, roundings, allowed) != (None, None, Allowed()):
+                options = "--max-ulp, --rtol, --atol, --reference or --roundings"
+                raise invalid(f"no {options} with logs of digests, which are equal or not", "one")
             logs = flight_diff.diff_logs(read_log(a), read_log(b), mapping)
             result = flight_diff.verdict(logs), logs.passes, flight_diff.sections(logs), flight_diff.as_json(logs)
         else:

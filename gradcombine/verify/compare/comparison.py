@@ -12,7 +12,7 @@ from gradcombine.reporting import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter
-from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
+from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, require_roundings, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.pytorch import converted
 
@@ -67,7 +67,7 @@ def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float
         arrays, the part on this process is compared.
       reference: the same tree in float64, to measure the error of each side in units of its rounding noise
         (`gradcombine.verify.compare.reference`).
-      roundings: the number of successive roundings in the noise; None to estimate it.
+      roundings: with a reference, the number of successive roundings in the noise; None to estimate it.
 
     Returns:
       A `Comparison` with ``equal_bits``, the largest distance ``max_ulp``, and ``leaves``: for each leaf of both trees
@@ -87,6 +87,8 @@ def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float
     1 of 1 leaves differ
       ['w'] float32 (2,): up to 1 ulp, 1.2e-07 relative; worst [1]: 2.0 != 2.000000238418579
     """
+    if roundings is not None:
+        require_roundings(roundings, reference)
     lefts, rights, exact = _named(a), _named(b), None if reference is None else _named(reference)
     measured: list[Errors] = []
     shared = [name for name in lefts if name in rights]

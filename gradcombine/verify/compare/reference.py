@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.errors import require_number
+from gradcombine.errors import invalid, require_number
 from gradcombine.verify.compare.ulp import distances, finfo, kind_of, rounding_unit
 
 LIMIT = 8.0
@@ -134,6 +134,13 @@ def errors(name: str, dtypes: tuple[np.dtype, np.dtype], pieces: Pieces) -> Erro
     return Errors(name, size, a, b, float(largest[2]))
 
 
+def require_roundings(roundings: float, reference: object) -> None:
+    """Raises for a number of roundings below 1 or without a reference."""
+    require_number("a number of roundings from 1 on", roundings, 1)
+    if reference is None:
+        raise invalid("a reference, which roundings needs", "none")
+
+
 def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Judgement, ...]:
     """Determines which side of each leaf is off.
 
@@ -153,8 +160,6 @@ def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Jud
     >>> print(judge([errors("w", (float32, float32), pieces)])[0].verdict)
     B is off
     """
-    if roundings is not None:
-        roundings = require_number("a number of roundings from 1 on", roundings, 1)
     estimates = [_estimate(leaf) for leaf in leaves]
     known = [n for n in estimates if math.isfinite(n)]
     median = float(np.median(known)) if known else 1.0

@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine.errors import invalid, operation, require_integer, require_number, shown
 from gradcombine.formats import Entry
 from gradcombine.verify.compare.meter import LeafDifference, Meter
-from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
+from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, require_roundings, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.common_layout import common
 from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
@@ -161,7 +161,7 @@ def diff(
       reference: the same leaves in float64, to find out which side is off (`gradcombine.verify.compare.reference`).
         A leaf then passes if both sides are within their rounding noise, regardless of ``allowed``; leaves missing from
         the reference are left out.
-      roundings: the number of successive roundings in the noise; None to estimate it.
+      roundings: with a reference, the number of successive roundings in the noise; None to estimate it.
       gradients: whether the dumps contain gradients rather than values. Where two biases on one side are one on the
         other, the values of the two add up to the value of the one, but each has the gradient of the one. None to
         decide by names (``gradients/...``) and by biases that differ; biases are left out if neither decides.
@@ -181,6 +181,8 @@ def diff(
     """
     require_allowed(allowed)
     require_rules(rules)
+    if roundings is not None:
+        require_roundings(roundings, reference)
     for dump in (a, b, reference or {}):
         require_dump(dump)
     originals = a, b

@@ -124,6 +124,8 @@ def test_what_cannot_be_judged_is_refused():
         compare({"w": np.float64([1])}, {"w": np.float64([1])}, reference={"w": np.float64([1])})
     with pytest.raises(GradCombineError, match="from 1 on"):
         compare(a, a, reference={"w": np.float64([1, 2])}, roundings=0)
+    with pytest.raises(GradCombineError, match="compare: expected a reference, which roundings needs, received none"):
+        compare(a, a, roundings=5)
 
 
 def dumped(path, tree):
@@ -147,7 +149,8 @@ def test_the_command_answers_in_words_and_by_its_exit_status(tmp_path):
     code, output = run(a, a, "--reference", r)
     assert (code, "2 could not be compared" in output) == (1, True), output
     assert run(a, b, "--reference", r, "--rtol", 1)[0] == 2
-    assert run(a, b, "--roundings", 5)[0] == 2
+    code, output = run(a, b, "--roundings", 5)
+    assert (code, "a reference, which roundings needs" in output) == (2, True), output
 
 
 def test_runs_are_judged_step_by_step(tmp_path):
