@@ -188,12 +188,12 @@ class Recorder(Recording):
             contains a slash, or is ambiguous, keeps brackets and quotes, ``gradients/['dense/w']``.
 
         Raises:
-          GradCombineError: for an unknown stage; for two leaves with one name; for a dtype that .npz files do not
-            preserve, such as float8; for a sparse, quantized or distributed tensor.
+          GradCombineError: for an unknown stage, and without stages; for two leaves with one name; for a dtype that
+            .npz files do not preserve, such as float8; for a sparse, quantized or distributed tensor.
         """
         unknown = [name for name in stages if name not in STAGES]
-        if unknown:
-            raise invalid(f"stages of {', '.join(STAGES)}", ", ".join(unknown))
+        if unknown or not stages:
+            raise invalid(f"stages of {', '.join(STAGES)}", ", ".join(unknown) or "none")
         step = converted(step)
         self._require_step(step)
         named: dict[str, Array] = {}
@@ -223,7 +223,7 @@ class Recorder(Recording):
                     self._errors.append(
                         invalid("the same values in all calls and on all replicas", "different values", where)
                     )
-            if new or not path.exists():
+            if new:
                 draft = path.with_name(f".{path.name}.draft")
                 with open(draft, "wb") as file:
                     np.savez(file, **recorded | new)  # pyright: ignore[reportArgumentType]

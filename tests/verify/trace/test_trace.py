@@ -294,6 +294,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         record(tmp_path / "a")
     with pytest.raises(GradCombineError, match=r"stages of inputs, gradients, .*, received loss"):
         record(tmp_path / "c")(0, loss=np.ones(1))
+    with pytest.raises(GradCombineError, match=r"stages of inputs, .*, received none"):
+        record(tmp_path / "c")(0)
     with pytest.raises(GradCombineError, match="a common step"):
         first_divergence(tmp_path / "a", tmp_path / "c")
     with pytest.raises(GradCombineError, match="a directory of dumps"):
