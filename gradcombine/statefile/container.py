@@ -142,6 +142,7 @@ def replacing(path: Path, exclusive: bool = False) -> Generator[IO[bytes], None,
     try:
         old = os.stat(path)
     except FileNotFoundError:
+        os.stat(target.parent)  # an error names the missing directory, not the temporary file
         old = None
     _remove_abandoned(target)
     # Not readable by others before it has the mode of the old file.

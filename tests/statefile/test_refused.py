@@ -141,8 +141,9 @@ def test_paths(tmp_path: Path) -> None:
     for name in ("a", "a.pkl", "a.npz.gz"):
         with pytest.raises(gc.GradCombineError, match=r"expected a path that ends in \.npz or \.safetensors"):
             statefile.save(tmp_path / name, reductions.mean(), SAVED)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as missing:
         statefile.save(tmp_path / "no" / "a.npz", reductions.mean(), SAVED)
+    assert Path(missing.value.filename).resolve() == (tmp_path / "no").resolve()
     for suffix in (".npz", ".safetensors"):
         with pytest.raises(FileNotFoundError):
             statefile.load(tmp_path / f"no{suffix}", reductions.mean(), LIKE)
