@@ -118,8 +118,8 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
 
     Args:
       step: a function of ``jax.jit`` or ``jax.pmap``, or its lowered or compiled stage; a function of ``tf.function``,
-        or a ``ConcreteFunction``. With ``jit_compile=True`` its HLO is read, compiled for this machine or for one
-        device of the target; otherwise its graph.
+        or a ``ConcreteFunction``. Of a function with ``jit_compile=True`` the HLO is read, compiled for this machine or
+        for one device of the target; otherwise, and of every ``ConcreteFunction``, the graph.
       *args: for a jitted function: arrays or ``jax.ShapeDtypeStruct`` with their shardings; for a tf.function: its
         arguments, or ``tf.TensorSpec``.
       target: hardware to compile for, which need not be attached: the result of `find_target`, or, for functions, its

@@ -125,7 +125,7 @@ class Program(Module):
     def origin(self, computation: dict[str, Instruction], name: str) -> Instruction:
         """Follows copies, reshapes and conversions of a value to the instruction that computes it."""
         x = computation[name]
-        while x.opcode in ("copy", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
+        while x.opcode in ("copy", "copy-start", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
             x = computation[x.operands[0]]
         return x
 

@@ -46,7 +46,7 @@ def read_function(step: Any, args: Sequence[Tree], *, optimized: bool) -> Graph 
       optimized: whether to compile HLO for this machine, or to return it unoptimized.
 
     Returns:
-      The graph; with ``jit_compile=True``, the HLO.
+      The graph; of a function with ``jit_compile=True``, the HLO.
     """
     if is_traced(step):
         if args:

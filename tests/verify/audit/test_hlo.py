@@ -166,6 +166,7 @@ def test_a_loop_that_is_a_branch() -> None:
     assert list(found.controls()) == [("branch, as a loop of at most one iteration", "1", "")]
     assert (found.for_tpu, module().for_tpu) == (True, False)
     assert [shape.space for shape in found.computations["main"]["copy-start"].shapes] == [1, 0, 2]
+    assert found.origin(found.computations["main"], "copy-done").name == "x"
     assert found.results[0].bytes == 2048
 
 
