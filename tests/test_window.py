@@ -11,7 +11,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.backends.protocol import Collective
-from gradcombine.places.window import Window, require_flag, widened
+from gradcombine.places.window import Window, require_condition, widened
 from gradcombine.settings import UNTIL_FLUSH
 
 
@@ -269,7 +269,7 @@ def test_narrow_gradients_are_widened(dtype: Any, like: Any, expected: Any) -> N
 @pytest.mark.parametrize("flag", [1, None, "yes", np.int32(1), np.array([True])])
 def test_a_flag_is_a_boolean_scalar(flag: Any) -> None:
     with pytest.raises(GradCombineError, match="expected flush as a boolean scalar"):
-        require_flag("flush", flag)
+        require_condition("flush", flag)
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def widened(gradient: Leaf, like: Leaf) -> Leaf:
     return backend.cast(gradient, wanted) if is_narrower else gradient
 
 
-def require_flag(name: str, flag: Scalar) -> Array | bool:
+def require_condition(name: str, flag: Scalar) -> Array | bool:
     """Returns a boolean scalar, a Python bool if it is one or NumPy's; raises for other values."""
     if isinstance(flag, (bool, np.bool_)):
         return bool(flag)

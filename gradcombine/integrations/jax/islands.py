@@ -20,7 +20,7 @@ from gradcombine.integrations.jax.arrays import apply_updates, optimized, requir
 from gradcombine.integrations.jax.on_replicas import require_jax_collective
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.places.fragments import divided, due
-from gradcombine.places.window import require_flag
+from gradcombine.places.window import require_condition
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.weights import parse
@@ -156,7 +156,7 @@ def outer(
 
     def join(params: Tree, state: OuterState, begins: Scalar) -> tuple[Tree, OuterState]:
         leaves, structure, anchors = beside_anchors(params, state, count)
-        begins = require_flag("begins", begins)
+        begins = require_condition("begins", begins)
         chosen = [None if x is None else jnp.where(begins, a, x) for x, a in zip(leaves, anchors, strict=True)]
         weight = jnp.where(begins, jnp.zeros_like(state.weight), state.weight)
         return tree.unflatten(structure, chosen), state._replace(weight=weight)

@@ -28,7 +28,7 @@ from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
 from gradcombine.places.time import require_state
-from gradcombine.places.window import require_flag
+from gradcombine.places.window import require_condition
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import ratios_of
 from gradcombine.settings import check
@@ -298,7 +298,7 @@ class Accumulation:
         detail: Tree = ()
         if self._skip is not None:
             left_out, detail = decide(self._skip, updates, self.window.next(state.window)[0], params)
-        flush, left_out = self.window.agreed([require_flag("flush", flush), left_out])
+        flush, left_out = self.window.agreed([require_condition("flush", flush), left_out])
         window = self.window.contribute(state.window, contribution, weight, skipped=left_out, number=number)
         skipped: Tree = ()
         all_skipped = None

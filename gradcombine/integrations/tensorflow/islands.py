@@ -25,7 +25,7 @@ from gradcombine.integrations.tensorflow.inputs import (
 from gradcombine.integrations.tensorflow.state import local_variable
 from gradcombine.places.fragments import divided, due
 from gradcombine.places.replicas import all_reduce, tf_replicas
-from gradcombine.places.window import require_flag
+from gradcombine.places.window import require_condition
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.weights import parse
@@ -43,7 +43,7 @@ class Fragment(NamedTuple):
 
     def reset(self, condition: Scalar) -> None:
         """Resets this island to the outer parameters if the condition holds; in replica context."""
-        condition = require_flag("begins", condition)
+        condition = require_condition("begins", condition)
         for param, target in zip(self.params, self.targets, strict=True):
             param.assign(tf.where(condition, tf.convert_to_tensor(target), tf.convert_to_tensor(param)))
         self.weight.assign(tf.where(condition, 0.0, tf.convert_to_tensor(self.weight)))
