@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import ctypes
 import gc
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -82,14 +83,26 @@ AS_USERS_DO = (
 WITHOUT_BITS = ("tests/spec/test_derivatives.py",)
 """Files below these paths that assert no bits."""
 
-_has_emitters = "jax" in INSTALLED and tuple(map(int, version("jaxlib").split(".")[:3])) < (0, 11, 1)
-_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if _has_emitters else {}  # later, no process starts with this option
 
-CHEAP = {**_EMITTERS, "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+def _version(package: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version(package))[:3]))
+
+
+# A process whose XLA does not know an option of XLA_FLAGS ends: jaxlib's from 0.11.1 on, TensorFlow's before 2.21.
+_has_emitters = "jax" in INSTALLED and _version("jaxlib") < (0, 11, 1)
+_both_do = _has_emitters and ("tensorflow" not in INSTALLED or _version("tensorflow") >= (2, 21))
+_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
+
+CHEAP = {
+    **(_EMITTERS if _has_emitters else {}),
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 """XLA options for the JAX programs of all other files, in both tiers."""
 
 QUICK_FLAGS = " ".join(
-    f"--{name}={str(value).lower()}" for name, value in {**_EMITTERS, "xla_backend_optimization_level": 1}.items()
+    f"--{name}={str(value).lower()}"
+    for name, value in {**(_EMITTERS if _both_do else {}), "xla_backend_optimization_level": 1}.items()
 )
 """XLA options for the quick tier: compile a third faster and keep the bits that the tests assert."""
 
