@@ -26,8 +26,8 @@ def _save_not_atomic() -> None:
     """A save overwrites the existing file in place."""
 
     @contextmanager
-    def replacing(path: Path) -> Generator[IO[bytes], None, None]:
-        with open(path, "wb") as file:
+    def replacing(path: Path, exclusive: bool = False) -> Generator[IO[bytes], None, None]:
+        with open(path, "xb" if exclusive else "wb") as file:
             yield file
 
     container.replacing = replacing
