@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 from gradcombine.integrations.keras import WeightedTrainStep
 
@@ -18,6 +19,10 @@ if ON_JAX:
     import jax
 else:
     import tensorflow as tf
+
+WITH_SEVERAL = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12, the oldest supported version, has none"
+)
 
 
 @keras.saving.register_keras_serializable("tests")

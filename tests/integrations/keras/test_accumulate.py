@@ -10,7 +10,16 @@ import pytest
 
 import gradcombine as gc
 from gradcombine.integrations.keras import Accumulate
-from tests.integrations.keras.cases import ON_JAX, Replace, bits, matrix_and_vector, microbatches, stepper, tensor
+from tests.integrations.keras.cases import (
+    ON_JAX,
+    WITH_SEVERAL,
+    Replace,
+    bits,
+    matrix_and_vector,
+    microbatches,
+    stepper,
+    tensor,
+)
 from tests.spec.selection import FULL, cases
 
 REDUCTIONS = {"mean": gc.reductions.mean, "sum": gc.reductions.sum}
@@ -204,6 +213,7 @@ def test_a_skipped_window_moves_no_average_of_a_variable_whose_gradient_is_none(
     assert [float(x.numpy()) for x in averages] == [-0.5] * 3
 
 
+@WITH_SEVERAL
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_each_variable_may_have_its_own_optimizer() -> None:
     """As many optimizers as variables; Keras raises for one without gradients, which a compiled step may have."""

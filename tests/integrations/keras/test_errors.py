@@ -10,7 +10,7 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
-from tests.integrations.keras.cases import bits, matrix_and_vector, microbatches, tensor
+from tests.integrations.keras.cases import WITH_SEVERAL, bits, matrix_and_vector, microbatches, tensor
 
 
 def sgd(**settings: Any) -> Any:
@@ -34,9 +34,6 @@ def twice() -> None:
     Accumulate(sgd(), 2).apply([tensor([1.0]), tensor([2.0])], [variable, variable])
 
 
-WITH_SEVERAL = pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.12, the oldest supported version, has none"
-)
 SEVERAL = [
     (lambda: Accumulate(several(Accumulate(sgd(), 2)), 2), "does not accumulate already"),
     (lambda: Accumulate(several(sgd(gradient_accumulation_steps=4)), 2), "without gradient_accumulation_steps"),
