@@ -17,7 +17,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import in_words
 from gradcombine.errors import invalid, operation, require_equal, require_integer, require_type
 from gradcombine.integrations.jax.arrays import apply_updates, optimized, require_transformation
-from gradcombine.integrations.jax.on_replicas import require_jax_collective
+from gradcombine.integrations.jax.on_replicas import mark_varying, require_jax_collective
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.places.fragments import divided, due
 from gradcombine.places.window import require_condition
@@ -125,19 +125,19 @@ def outer(
             dtype = None if leaf is None else jnp.asarray(leaf).dtype
             if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
                 raise invalid("parameters that are floats of 16 bits or more", dtype, path)
-        inner = tuple(outer_optimizer.init([leaves[i] for i in part]) for part in divided(sizes(leaves), count))
+        inner = tuple(outer_optimizer.init(fragment(structure, leaves, p)) for p in divided(sizes(leaves), count))
         # Copied, as a training step may donate the parameters.
         anchor = jax.tree.map(jnp.copy, params)
         return OuterState(anchor, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
 
     def exchange(kept: tuple[Tree, Tree, Tree], weight: Array) -> tuple[tuple[Tree, Tree, Tree], tuple[()]]:
         params, anchors, inner = kept
-        moved = [difference(a, p).astype(jnp.float32) for a, p in zip(anchors, params, strict=True)]
-        gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
-        gradient = tree.map(lambda x, g: g.astype(x.dtype), anchors, gradient)
+        moved = tree.map(lambda a, p: None if a is None else difference(a, p).astype(jnp.float32), anchors, params)
+        gradient = gc.all_reduce(reduction, moved, over, weight, order)
+        gradient = tree.map(lambda x, g: None if x is None else g.astype(x.dtype), anchors, gradient)
         updates, inner = optimized(outer_optimizer, gradient, inner, anchors)
-        new: Tree = apply_updates(anchors, updates)
-        return (list(new), list(new), inner), ()
+        new = apply_updates(anchors, updates)
+        return (new, new, inner), ()
 
     def update(params: Tree, state: OuterState, weight: Scalar = 1.0) -> tuple[Tree, OuterState]:
         leaves, structure, anchors = beside_anchors(params, state, count)
@@ -146,10 +146,12 @@ def outer(
         (weights,) = over.mark_varying([state.weight + added])
         ends = due(step, every, count)
         for f, part in enumerate(divided(sizes(leaves), count)):
-            kept = over.mark_varying([leaves[i] for i in part]), [anchors[i] for i in part], inner[f]
-            (new_params, new_anchors, inner[f]), _ = run_if(ends[f], partial(exchange, weight=weights[f]), kept)
-            for i, new, anchor in zip(part, new_params, new_anchors, strict=True):
-                leaves[i], anchors[i] = new, anchor
+            own, outer_params = (fragment(structure, of, part) for of in (leaves, anchors))
+            kept = mark_varying(over, own), outer_params, inner[f]
+            (*new, inner[f]), _ = run_if(ends[f], partial(exchange, weight=weights[f]), kept)
+            new_leaves, new_anchors = (tree.flatten_as(structure, of) for of in new)
+            for i in part:
+                leaves[i], anchors[i] = new_leaves[i], new_anchors[i]
         weights = jnp.where(ends, jnp.zeros_like(weights), weights)
         state = OuterState(tree.unflatten(structure, anchors), tuple(inner), weights, step)
         return tree.unflatten(structure, leaves), state
@@ -174,6 +176,11 @@ def beside_anchors(params: Tree, state: object, fragments: int) -> tuple[list[Le
     for path, x, anchor in zip(structure.paths(), leaves, anchors, strict=True):
         require_equal("{}, as in the outer parameters", in_words(anchor), in_words(x), path)
     return leaves, structure, anchors
+
+
+def fragment(structure: tree.Structure, leaves: list[Leaf], part: list[int]) -> Tree:
+    """The tree with None in place of the other fragments' leaves: optimizers and wires may select leaves by path."""
+    return tree.unflatten(structure, [x if i in part else None for i, x in enumerate(leaves)])
 
 
 def difference(a: Array, b: Array) -> Array:

@@ -133,6 +133,44 @@ def test_through_a_wire() -> None:
     assert 0 < error <= np.abs(added["w"]).max() / 64  # half a step of a block of 7 bits, for each of two roundings
 
 
+def without_bias(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, x: "bias" not in jax.tree_util.keystr(path), params)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("mask", [without_bias, {"kernel": True, "bias": False}], ids=["by path", "as a tree"])
+def test_the_optimizer_selects_leaves(mask: Any, fragments: int) -> None:
+    """The outer optimizer and its masks get trees with the paths of the parameters: only the kernel decays."""
+    decay = optax.add_decayed_weights(0.5, mask=mask)
+    islands = outer(optax.chain(decay, optax.sgd(1.0)), fragments, OVER, fragments=fragments)
+
+    def island(speed: Any) -> Any:
+        params = {"kernel": jnp.float32(8), "bias": jnp.float32(8)}
+        state = islands.init(params)
+        for _ in range(fragments):
+            params, state = islands.update(jax.tree.map(lambda x: x - speed / fragments, params), state)
+        return state.params
+
+    moved = jax.vmap(island, axis_name=AXIS)(jnp.float32([2, 4]))
+    # The mean progress is 3; of two fragments, the kernel's is exchanged after one of two steps.
+    assert moved["kernel"].tolist() == [8 - 3 / fragments - 4] * 2
+    assert moved["bias"].tolist() == [8 - 3] * 2
+
+
+def test_a_wire_selects_leaves_by_path() -> None:
+    """The kernel of a router stays wide under the default of 8-bit wires, as its path names it."""
+    islands = outer(optax.sgd(1.0), 1, OVER, reduction=gc.reductions.mean(wire=gc.wires.blocks(8)))
+    steps = np.random.default_rng(1).integers(-(2**12), 2**12, (2, 32, 32)).astype(np.float32)
+
+    def island(step: Any) -> Any:
+        params = {"router": jnp.zeros((32, 32)), "kernel": jnp.zeros((32, 32))}
+        return islands.update(jax.tree.map(lambda x: x + step, params), islands.init(params))[0]
+
+    moved, mean = jax.vmap(island, axis_name=AXIS)(steps), steps.mean(0)
+    np.testing.assert_array_equal(moved["router"][0], mean)  # integers: exact
+    assert (moved["kernel"][0] != mean).any()
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_small_steps_in_float64_are_not_lost() -> None:
