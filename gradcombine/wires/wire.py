@@ -82,7 +82,8 @@ def cast(dtype: CastDtype, rounding: Rounding = "nearest", *, wide: Wide = None,
         bits, its index, the replica's rank and ``seed``: equal data is rounded to equal bits, in every framework.
       wide: leaves that are sent unencoded: a function of path and shape, True or False (none). True selects leaves that
         are sensitive to precision and small: scalars, vectors, and leaves whose path names a norm, bias, scale, router
-        or gate. None: True for 8-bit dtypes, False for others.
+        or gate (in a list, as of TensorFlow's variables, paths are numbers). None: True for 8-bit dtypes, False for
+        others.
       seed: 32-bit integer, of stochastic rounding.
 
     Returns:

@@ -109,7 +109,8 @@ def accumulate(
         (``state.applied``): ``inner`` would run on zeros.
       - ``number``: number of this microbatch, for a `gradcombine.reductions.numbered` reduction; by default its
         position in the window. A repeated number raises or, if it is traced, counts twice (`ledger.require_once`).
-      - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.
+      - ``extra_args``: for ``inner``, which gets those of the window's last microbatch, and no ``weight``: combine the
+        replicas by ``over``, as an `all_reduce` or `accumulate` in ``inner`` gives all windows the same weight.
 
     Raises:
       GradCombineError: as `gradcombine.accumulate`; in ``update`` also for a ``flush`` that is not a boolean scalar,
