@@ -19,7 +19,7 @@ from gradcombine.backends.jax_versions import varying, vjp_by_name
 from gradcombine.backends.protocol import Collective
 from gradcombine.denominators import Terms
 from gradcombine.errors import invalid, require_given, require_one, require_tuple, translate_errors, type_name
-from gradcombine.integrations.jax.arrays import examples
+from gradcombine.integrations.jax.arrays import as_arrays, examples
 from gradcombine.integrations.jax.loss import (
     Form,
     Loss,
@@ -217,8 +217,8 @@ class Objective:
         parts = {"grads": grads, "value": jnp.asarray(output.value), "weight": _as_array(weight)}
         if jax.tree.leaves(output.aux):
             require_no_mean_of_ratios(self.aux_reduction, output.aux)
-            parts["aux"] = jax.tree.map(jnp.asarray, output.aux)
-        known, carry = Static(parse(BACKEND, weight).known), jax.tree.map(jnp.asarray, output.carry)
+            parts |= as_arrays({"aux": output.aux})
+        known, carry = Static(parse(BACKEND, weight).known), as_arrays({"carry": output.carry})["carry"]
         return Contribution(parts, weight, known, carry, form)
 
     def marked(self, args: Sequence[Tree]) -> list[Tree]:

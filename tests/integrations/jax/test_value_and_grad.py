@@ -363,6 +363,8 @@ ROLES = {x.name for x in fields(Loss)} - {"function"}
         ({"weight": lambda x: x}, (ONE, X), r"expected a weight of shape \(\)"),
         ({"loss": lambda w, x: LossOutput(w, carry=w)}, (ONE, X), "expected carry_argnum, for a loss that returns"),
         ({"carry_argnum": 2}, (ONE, X, ONE), r"expected a loss that returns LossOutput\(carry=...\), for carry_argnum"),
+        ({"loss": lambda w, x: LossOutput(w, aux={"a": "s"})}, (ONE, X), r"leaf \['aux'\]\['a'\]: .* received 's'"),
+        ({"loss": lambda w, x, c: LossOutput(w, carry="s"), "carry_argnum": 2}, (ONE, X, ONE), r"\['carry'\]: .* 's'"),
     ],
 )
 def test_bad_input(options: dict[str, Any], args: tuple[Any, ...], message: str) -> None:
