@@ -37,6 +37,17 @@ Node = int
 Through = Callable[[Node], bool]
 
 
+def joined(computation: dict[str, Instruction], x: Instruction) -> Instruction:
+    """A copy of an array in place of the slices in which a TPU prefetches it; other operations as they are."""
+    if x.opcode != "custom-call" or '"ConcatBitcast"' not in x.attributes:
+        return x
+    parts = [computation[name] for name in x.operands]
+    while all(part.opcode in ("slice", "slice-start", "slice-done") for part in parts):
+        parts = [computation[part.operands[0]] for part in parts]
+    is_whole = len({part.name for part in parts}) == 1 and parts[0].shapes[0].elements == x.shapes[0].elements
+    return x._replace(opcode="copy", operands=(parts[0].name,)) if is_whole else x
+
+
 def anywhere(node: Node) -> bool:
     return True
 
@@ -72,7 +83,7 @@ class Flow:
         self.places: list[Place] = []
         self._first = dict[tuple[str, str], Node]()
         self._parameters = dict[tuple[str, int], Instruction]()
-        instructions = [(name, x) for name, inside in module.computations.items() for x in inside.values()]
+        instructions = [(name, joined(y, x)) for name, y in module.computations.items() for x in y.values()]
         for name, x in instructions:
             self._first[name, x.name] = len(self.places)
             self.places += [Place(name, x, leaf) for leaf in range(max(1, len(x.shapes)))]

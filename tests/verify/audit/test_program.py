@@ -356,3 +356,22 @@ def test_code_of_the_host_is_not_read_unless_it_has_no_result(has_result: bool) 
     found = audit(jax.jit(step), jnp.ones(10))
     assert found.undecided == (list(RULES) if has_result else [])
     assert [text for text in found.unread if "pure_callback is not read" in text] == found.unread
+
+
+@pytest.mark.parametrize(("second", "found"), [("m", ["optimizer-every-microbatch"]), ("g", [])])
+def test_state_that_a_tpu_prefetches_in_slices(second: str, found: list[str]) -> None:
+    """Slices that TPUs join to the array that they come from are this array; slices of two arrays are another one."""
+    lines = f"""%n = s32[] parameter(0)
+    %g = f32[256] parameter(1)
+    %m = f32[256] parameter(2)
+    %start0 = ((f32[256]), f32[128], s32[]) slice-start(%m), slice={{[0:128]}}
+    %start1 = ((f32[256]), f32[128], s32[]) slice-start(%{second}), slice={{[128:256]}}
+    %done0 = f32[128] slice-done(%start0)
+    %done1 = f32[128] slice-done(%start1)
+    %old = f32[256] custom-call(%done0, %done1), custom_call_target="ConcatBitcast"
+    %every = s32[] constant(4)
+    %due = pred[] compare(%n, %every), direction=EQ
+    %sum = f32[256] add(%old, %g)
+    %new = f32[256] multiply(%sum, %sum)
+    ROOT %kept = f32[256] select(%due, %new, %old)"""
+    assert [x.name for x in find(program(lines))] == found
