@@ -94,6 +94,9 @@ def errors(command: str) -> Generator[None, None, None]:
     """Prints an error in one line and exits with status 2, or 3 if a step does not fit in the target's memory."""
     try:
         yield
+    except SystemExit as error:  # whose status, often 0, would be taken for the command's
+        print_error(invalid("functions that return or raise an exception", f"SystemExit: {error}"), command)
+        raise typer.Exit(2) from None
     except (GradCombineError, OSError, MemoryError) as error:
         print_error(error, command)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None

@@ -100,6 +100,10 @@ def stuck_case():
 def two(): return right, PARAMS
 def misspelt(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "microbatch": 2}
 def raising(): raise KeyError("no data")
+def leaving(*arguments): raise SystemExit(0)
+def leaving_case(): return leaving, PARAMS, BATCH
+def leaving_step_case(): return (lambda k: leaving), PARAMS, BATCH
+def leaving_reference_case(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "reference": leaving}
 def uneven(): return right, PARAMS, {"x": BATCH["x"], "mask": BATCH["mask"][:3]}
 """
 
@@ -178,6 +182,8 @@ def test_what_cannot_be_compared_does_not_pass(here: Path) -> None:
         ("two", (), r"to return \(make_step, params, batch\)"),
         ("misspelt", (), "also microbatch"),
         ("raising", (), "KeyError"),
+        *((f"leaving{part}", (), "SystemExit: 0") for part in ("", "_case", "_step_case", "_reference_case")),
+        ("right_case", ("--terms", "steps_to_check:leaving"), "SystemExit: 0"),
         ("uneven", (), "3 examples along the first axis"),
         ("right_case", ("--microbatches", "9"), "at least as many examples as parts"),
         ("right_case", ("--microbatches", "two"), "--microbatches as whole numbers"),
