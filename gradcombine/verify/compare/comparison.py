@@ -13,7 +13,7 @@ from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, require_roundings, unfit
-from gradcombine.verify.compare.ulp import comparable
+from gradcombine.verify.compare.ulp import NAN_DISTANCE, comparable
 from gradcombine.verify.diff.pytorch import converted
 
 SHOWN = 8
@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 
     @property
     def max_ulp(self) -> int:
-        return max((leaf.max_ulp for leaf in self.leaves), default=0)
+        return max((leaf.max_ulp for leaf in self.leaves), default=0) if self.matched else NAN_DISTANCE
 
     def __str__(self) -> str:
         lines = _lines(self, [leaf for leaf in self.leaves if not (leaf.equal_bits and leaf.same_dtype)])
@@ -70,9 +70,9 @@ def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float
       roundings: with a reference, the number of successive roundings in the noise; None to estimate it.
 
     Returns:
-      A `Comparison` with ``equal_bits``, the largest distance ``max_ulp``, and ``leaves``: for each leaf of both trees
-      its ``name``, ``max_ulp``, ``relative``, ``equal_bits`` and more, worst first. It prints as a report of the leaves
-      that differ.
+      A `Comparison` with ``equal_bits``, the largest distance ``max_ulp`` (that of NaN from a number, 2**64 - 1, if a
+      leaf has no counterpart of its shape and kind), and ``leaves``: for each leaf of both trees its ``name``,
+      ``max_ulp``, ``relative``, ``equal_bits`` and more, worst first. It prints as a report of the leaves that differ.
 
     Raises:
       GradCombineError: for a leaf that is not an array, or whose reference is missing, has another shape, or is not

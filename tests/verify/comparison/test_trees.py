@@ -55,6 +55,13 @@ def test_leaves_without_a_common_measure_are_listed() -> None:
     assert "['a']: not compared, float32 against int32" in str(found)
 
 
+@pytest.mark.parametrize("other", [{}, {"v": np.ones(2)}, {"w": None}, {"w": np.ones(3)}, {"w": np.ones(2, int)}])
+def test_no_distance_is_larger_than_that_of_trees_that_do_not_match(other: Any) -> None:
+    tree = {"w": np.ones(2)}
+    assert compare(tree, other).max_ulp == compare(other, tree).max_ulp == 2**64 - 1
+    assert compare(tree, {"w": np.float64([1, np.nan])}).max_ulp == 2**64 - 1
+
+
 def test_no_gradient_matches_only_itself() -> None:
     assert_equal_bits({"w": None}, {"w": None})
     assert compare({"w": np.ones(1)}, {"w": None}).only_a == ("['w']",)
