@@ -15,6 +15,7 @@ from gradcombine.errors import (
     require_list,
     require_number,
     require_one_of,
+    translate_errors,
 )
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
@@ -223,7 +224,9 @@ def checked(
             continue
         if pad is not None:
             rows = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
-            name, padded = f"{split} with {rows} rows of padding", pad(batch, rows)
+            name = f"{split} with {rows} rows of padding"
+            with translate_errors("pad(batch, rows) -> batch", Exception):
+                padded = pad(batch, rows)
             result = run(name, split, padded)
             if result is not None and (share := distance(name, split, padded, result)) > 1:
                 add(name, Cause.PLACEHOLDERS, f"{share:.3g} times the rounding bound")
@@ -336,7 +339,8 @@ def _reference(standard: Standard, reference: Any) -> tuple[list[np.ndarray] | N
         if standard.wide is None:
             return None, ""
         return list(standard.wide.floats), "the same step in float64"
-    value = reference(standard.subject.params, standard.subject.batch) if callable(reference) else reference
+    with translate_errors("reference(params, batch) -> tree", Exception):
+        value = reference(standard.subject.params, standard.subject.batch) if callable(reference) else reference
     try:
         result = standard.subject.read(value)
     except NotFiniteError as error:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, invalid
+from gradcombine.errors import GradCombineError, invalid, translate_errors
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, Prediction, split_by
 from gradcombine.verify.check.leaves import as_floats
-from gradcombine.verify.check.running import Floats, NotWide, Rows
+from gradcombine.verify.check.running import Floats, Rows
 from gradcombine.verify.check.standard import Standard, Terms
 from gradcombine.verify.check.step_program import dividing
 from gradcombine.verify.check.step_report import Cause
@@ -57,11 +57,8 @@ def measured(standard: Standard, rows: Rows) -> Part:
         weights.update({name: float(pair[1]) for name, pair in pairs.items()})
         return [pair[0] for pair in pairs.values()]
 
-    try:
+    with translate_errors("terms(params, batch) -> {name: (gradient of the sum, weight)}", Exception):
         leaves = subject.floats_of(gradients, subject.rows(rows), wide=standard.wide is not None)
-    except (AttributeError, TypeError, IndexError, NotWide) as error:
-        expected = "terms(params, batch) -> {name: (gradient of the sum, weight)}"
-        raise invalid(expected, f"{type(error).__name__}: {error}") from error
     if not np.isfinite(list(weights.values())).all():
         raise invalid("terms with finite weights", ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()))
     like = [as_floats(x) for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats

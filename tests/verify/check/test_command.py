@@ -99,7 +99,9 @@ def stuck_case():
             pass
 def two(): return right, PARAMS
 def misspelt(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "microbatch": 2}
-def raising(): raise KeyError("no data")
+def raising(*arguments): raise KeyError("no data")
+def raising_reference_case(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "reference": raising}
+def raising_pad_case(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "pad": raising}
 def leaving(*arguments): raise SystemExit(0)
 def leaving_case(): return leaving, PARAMS, BATCH
 def leaving_step_case(): return (lambda k: leaving), PARAMS, BATCH
@@ -182,6 +184,9 @@ def test_what_cannot_be_compared_does_not_pass(here: Path) -> None:
         ("two", (), r"to return \(make_step, params, batch\)"),
         ("misspelt", (), "also microbatch"),
         ("raising", (), "KeyError"),
+        ("raising_reference_case", (), r"reference\(params, batch\) -> tree, received KeyError"),
+        ("raising_pad_case", (), r"pad\(batch, rows\) -> batch, received KeyError"),
+        ("right_case", ("--terms", "steps_to_check:raising"), "terms.* -> .*, received KeyError"),
         *((f"leaving{part}", (), "SystemExit: 0") for part in ("", "_case", "_step_case", "_reference_case")),
         ("right_case", ("--terms", "steps_to_check:leaving"), "SystemExit: 0"),
         ("uneven", (), "3 examples along the first axis"),
