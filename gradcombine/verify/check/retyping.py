@@ -67,8 +67,11 @@ class Program:
         self._run = jax.jit(self._evaluate)
         self.problem = ""
         try:
-            with wide():
-                jax.eval_shape(self._run, self.jaxpr.consts, arrays)
+            with wide():  # with the dtypes of the float64 run, which is then not traced again
+                like = [
+                    jax.ShapeDtypeStruct(x.shape, _wide(x.dtype), sharding=getattr(x, "sharding", None)) for x in arrays
+                ]
+                jax.eval_shape(self._run, self.jaxpr.consts, like)
         except Exception as error:  # operations without float64 support, and foreign ones, may raise anything
             self.problem = str(error).strip().partition("\n")[0] or type(error).__name__
 

@@ -261,3 +261,17 @@ def test_what_8_bits_may_hide_is_seen_in_float64(dtype: Any, right: bool) -> Non
     report = check_step(partial(eight_bits, dtype=dtype, right=right), W, batch)
     assert report.cause is (None if right else Cause.MEAN_OF_MEANS), str(report)
     assert report.verdict is (Verdict.PASSES if right else Verdict.FAILS)
+
+
+@pytest.mark.parametrize("x", [X, jnp.asarray(X)], ids=["NumPy", "JAX"])
+def test_the_program_that_shows_whether_it_runs_in_float64_is_the_one_that_runs(
+    x: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Any] = []
+    original = Program._evaluate
+    monkeypatch.setattr(Program, "_evaluate", lambda self, *args: traced.append(args) or original(self, *args))
+    program = Program(lambda leaves: leaves[0] @ leaves[0].T, [x])
+    with wide():
+        result = program([x.astype(np.float64)])
+    assert result.dtype == np.float64 and not program.problem
+    assert len(traced) == 1
