@@ -33,8 +33,9 @@ from gradcombine.verify.check.running import (
     Step,
     Subject,
 )
-from gradcombine.verify.check.standard import Standard, Terms
+from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause, Fault, StepReport, StepRun
+from gradcombine.verify.check.terms import ByName, Terms
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
@@ -48,7 +49,7 @@ def check_step(
     devices: Sequence[int] = (1,),
     returns: Literal["gradients", "params"] = "gradients",
     pad: Callable[[Any, int], Any] | None = None,
-    terms: Terms | None = None,
+    terms: ByName | None = None,
     reference: Tree | Step | None = None,
     unit: float | None = None,
 ) -> StepReport:
@@ -166,7 +167,7 @@ def checked(
     second = subject.tried(ONE_BATCH, batch)
     if second is None or _differs(first, second):
         return _not_repeatable(str(ONE_BATCH))
-    standard = Standard(subject, unit, terms)
+    standard = Standard(subject, unit, None if terms is None else Terms(terms))
     if terms is not None:
         require_right(standard)
     reference_floats, source = _reference(standard, reference)

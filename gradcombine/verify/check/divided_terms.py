@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError, invalid, translate_errors
-from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, Prediction, split_by
-from gradcombine.verify.check.leaves import as_floats
+from gradcombine.verify.check.leaves import as_floats, floats_in
 from gradcombine.verify.check.running import Floats, Rows
-from gradcombine.verify.check.standard import Standard, Terms
+from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.step_program import dividing
 from gradcombine.verify.check.step_report import Cause
+from gradcombine.verify.check.terms import Terms
 
 
 class Part(NamedTuple):
@@ -50,15 +50,10 @@ def measured(standard: Standard, rows: Rows) -> Part:
     Raises:
       GradCombineError: unless the terms are pairs by name, with gradients like those that the step returns.
     """
-    subject, weights = standard.subject, dict[str, float]()
-
-    def gradients(params: Any, batch: Any) -> list[Tree]:
-        pairs = cast("Terms", standard.terms)(params, batch)
-        weights.update({name: float(pair[1]) for name, pair in pairs.items()})
-        return [pair[0] for pair in pairs.values()]
-
+    subject, terms = standard.subject, cast("Terms", standard.terms)
     with translate_errors("terms(params, batch) -> {name: (gradient of the sum, weight)}", Exception):
-        leaves = subject.floats_of(gradients, subject.rows(rows), wide=standard.wide is not None)
+        gradients, divisors = subject.call(terms, subject.rows(rows), wide=standard.wide is not None)[0]
+        leaves, weights = floats_in(gradients), dict(zip(terms.names, map(float, divisors), strict=True))
     if not np.isfinite(list(weights.values())).all():
         raise invalid("terms with finite weights", ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()))
     like = [as_floats(x) for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats

@@ -164,6 +164,12 @@ def as_floats(x: np.ndarray) -> np.ndarray:
     return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
 
 
+def floats_in(value: Tree) -> list[np.ndarray]:
+    """Returns the float leaves of a tree, in float64, with 0 in place of infinities."""
+    arrays = [array_of(x) for x in flattened(value)[0] if is_present(x)]
+    return [finite(as_floats(x)) for x in arrays if is_float_dtype(x.dtype)]
+
+
 def from_floats(floats: np.ndarray, like: Any, wide: bool) -> np.ndarray:
     """Inverts `as_floats`; the result has the dtype of ``like``, or is of its kind in 64 or 128 bits."""
     dtype = dtype_of(like)

@@ -26,6 +26,7 @@ from gradcombine.verify.check.leaves import (
     examples,
     finite,
     flattened,
+    floats_in,
     from_floats,
     is_float,
     is_float_dtype,
@@ -229,9 +230,7 @@ class Subject:
 
     def floats_of(self, function: Step, batch: Tree, wide: bool, noise: Noise | None = None) -> list[np.ndarray]:
         """Calls another function of parameters and batch; returns its float leaves in float64, 0 for infinities."""
-        leaves = flattened(self.call(function, batch, wide, noise)[0])[0]
-        arrays = [array_of(x) for x in leaves if is_present(x)]
-        return [finite(as_floats(x)) for x in arrays if is_float_dtype(x.dtype)]
+        return floats_in(self.call(function, batch, wide, noise)[0])
 
     def call(
         self,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from gradcombine.verify.check.leaves import as_floats, flat, perturbation
 from gradcombine.verify.check.measure import Measured
 from gradcombine.verify.check.recorded import Recorded
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows, Split, Subject
+from gradcombine.verify.check.terms import Terms
 
 SAME = 0.01
 """Distance from fitted coefficients to those of a hypothesis within which the hypothesis itself is tested."""
@@ -42,10 +42,6 @@ MIN_SIGNS, SAME_SIGNS = 8, 0.9
 
 MIN_CHANGES = 3
 """Smallest number of changes of the same size that is not by chance."""
-
-
-Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
-"""Function of parameters and examples that returns each term's gradient, summed over the examples, and its weight."""
 
 
 class Standard(Measured):

@@ -13,7 +13,11 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, Verdict, check_step
+from gradcombine.verify.check.divided_terms import measured
 from gradcombine.verify.check.retyping import Program, wide
+from gradcombine.verify.check.running import Subject
+from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.terms import Terms
 from tests.verify.steps.dividing import stacked
 
 RNG = np.random.default_rng(0)
@@ -275,3 +279,23 @@ def test_the_program_that_shows_whether_it_runs_in_float64_is_the_one_that_runs(
         result = program([x.astype(np.float64)])
     assert result.dtype == np.float64 and not program.problem
     assert len(traced) == 1
+
+
+def test_terms_of_a_loss_are_traced_once_for_each_number_of_examples() -> None:
+    counts: list[int] = []
+
+    def gradient(w: Any, batch: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum((batch["x"] @ w) ** 2))(w)
+
+    def terms(w: Any, batch: Any) -> dict[str, Any]:
+        counts.append(len(batch["x"]))
+        return {"squares": (gradient(w, batch), jnp.count_nonzero(batch["x"][:, 0] > 0))}
+
+    w = W[0]
+    standard = Standard(Subject(lambda k: gradient, w, {"x": X}, False), None, Terms(terms))
+    for rows in (range(8), range(4), range(4, 8), range(8)):
+        part = measured(standard, tuple(rows))
+        x = X[rows].astype(np.float64)
+        np.testing.assert_allclose(part.sums["squares"], [2 * x.T @ (x @ w)], rtol=1e-12)
+        assert part.weights == {"squares": (x[:, 0] > 0).sum()}
+    assert counts == [8, 4]
