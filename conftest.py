@@ -80,6 +80,9 @@ AS_USERS_DO = (
 )
 """Path prefixes of the files that the full tier compiles with XLA's defaults: tests of bits and of correct steps."""
 
+FLOAT32_AS_USERS_DO = ("tests/verify/steps/test_right.py",)
+"""Files among these whose float64 programs, which no user sees, compile cheaply: they have bounds of their own."""
+
 WITHOUT_BITS = ("tests/spec/test_derivatives.py",)
 """Files below these paths that assert no bits."""
 
@@ -110,7 +113,7 @@ MOST_MEMORY = 2 * 2**30
 """Growth of a test process, in bytes, after which it clears JAX's caches."""
 
 _kept = 2**30
-_cheap = False
+_cheap = _cheap_float64 = False
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
 settings.load_profile("default")
@@ -172,24 +175,26 @@ def _little_memory() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _cheaply(request: pytest.FixtureRequest) -> None:
     """Selects the XLA options of a file; clears the caches when they change, so that no compiled program is reused."""
-    global _cheap
+    global _cheap, _cheap_float64
     path = request.path.relative_to(request.config.rootpath).as_posix()
     cheap = path in WITHOUT_BITS or not path.startswith(AS_USERS_DO)
-    if "jax" in INSTALLED and cheap != _cheap:
+    options = cheap, cheap or path in FLOAT32_AS_USERS_DO
+    if "jax" in INSTALLED and options != (_cheap, _cheap_float64):
         import jax
 
         jax.clear_caches()
-        _cheap = cheap
+        _cheap, _cheap_float64 = options
 
 
 def _offer_cheap_programs() -> None:
+    import jax
     from jax._src import compiler  # private: jit takes compiler options, but the steps under test do not forward them
 
     original = compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
         compile_options = original(*args, **kwargs)
-        if _cheap and ON_CPU:
+        if (_cheap_float64 if jax.config.jax_enable_x64 else _cheap) and ON_CPU:
             compile_options.env_option_overrides = [*compile_options.env_option_overrides, *CHEAP.items()]
         return compile_options
 
