@@ -180,7 +180,8 @@ def beside_anchors(params: Tree, state: object, fragments: int) -> tuple[list[Le
 
 def fragment(structure: tree.Structure, leaves: list[Leaf], part: list[int]) -> Tree:
     """The tree with None in place of the other fragments' leaves: optimizers and wires may select leaves by path."""
-    return tree.unflatten(structure, [x if i in part else None for i, x in enumerate(leaves)])
+    kept = set(part)
+    return tree.unflatten(structure, [x if i in kept else None for i, x in enumerate(leaves)])
 
 
 def difference(a: Array, b: Array) -> Array:
