@@ -39,6 +39,7 @@ def test_all_reduce_is_the_ring(reduced: tuple[int, dict[str, bytes]], case: str
     assert [results[f"{case} {mode} {i}"] for i in range(len(expected))] == [leaf.tobytes() for leaf in expected]
 
 
+@pytest.mark.full
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("reduced", [3], indirect=True)
 @pytest.mark.parametrize("mode", ["graph", "eager"])

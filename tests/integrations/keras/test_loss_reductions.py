@@ -167,7 +167,7 @@ def test_a_dice_loss_of_single_examples_is_a_mean(model: type) -> None:
 
 @pytest.mark.parametrize("reaches_outputs", [True, False])
 @pytest.mark.parametrize("bases", [(keras.Model,), (WeightedTrainStep, keras.Model)])
-@pytest.mark.parametrize("functional", [True, False])
+@pytest.mark.parametrize("functional", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_mean_over_steps_that_are_not_masked_is_refused(functional: bool, bases: Any, reaches_outputs: bool) -> None:
     masking = keras.layers.Masking()
     layer = keras.layers.TimeDistributed(keras.layers.Dense(1)) if reaches_outputs else keras.layers.SimpleRNN(1)

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, check_step
+from tests.spec.selection import named
 from tests.verify.steps.dividing import adding, eager, jitted, parts, plus, summed_gradient
 
 Step = Callable[[Any, Any], Any]
@@ -147,7 +148,7 @@ def test_a_small_weight_decay_per_microbatch_is_found() -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("rate", [0.0, 1e-3, 1e-5], ids=["gradients", "sgd", "slow sgd"])
+@pytest.mark.parametrize("rate", named(["gradients"], {"gradients": 0.0, "sgd": 1e-3, "slow sgd": 1e-5}))
 def test_a_term_whose_gradient_is_0_at_the_start_is_compared_elsewhere(rate: float, right: bool) -> None:
     """The penalty on the distance from a reference model, which the model equals, is a mean of means."""
     reference = np.float32([1, -1, 2, 0.5])

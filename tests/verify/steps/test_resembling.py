@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from gradcombine.verify import Cause, Verdict, check_step
+from tests.spec.selection import cases, named
 from tests.verify.steps.dividing import adding, averaging, jitted, mean_gradient, parts, plus, scaled, summed_gradient
 
 pytestmark = [pytest.mark.needs("jax", "optax", "flax"), pytest.mark.usefixtures("as_users_do")]
@@ -270,7 +271,7 @@ def draws_each(k: int, each: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+@pytest.mark.parametrize("make_key", named(["raw"], {"typed": jax.random.key, "raw": jax.random.PRNGKey}))
 def test_a_random_key_that_is_split_at_each_microbatch_is_a_state(make_key: Any, each: bool) -> None:
     state = {"key": make_key(0), "w": np.float32(0.5)}
     report = check_step(partial(draws_each, each=each), state, np.arange(1, 9, dtype=np.float32), returns="params")
@@ -326,15 +327,21 @@ def test_random_numbers_of_each_place_are_no_neighbors(by_means: bool) -> None:
     assert report.cause is (Cause.UNEXPLAINED if by_means else None), str(report)
 
 
-@pytest.mark.parametrize("k", [2, 4])
-@pytest.mark.parametrize("by_number", [False, True])
+OPTIMIZERS = {
+    "adam": optax.adam(0.01),
+    "adamw": optax.adamw(0.01),
+    "momentum": optax.sgd(0.1, 0.9),
+    "sgd": optax.sgd(0.1),
+}
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [optax.adam(0.01), optax.adamw(0.01), optax.sgd(0.1, 0.9), optax.sgd(0.1)],
-    ids=["adam", "adamw", "momentum", "sgd"],
+    ("optimizer", "by_number", "k"),
+    cases([("adam", True, 2), ("adamw", False, 4), ("sgd", True, 4)], OPTIMIZERS, [False, True], [2, 4]),
 )
-def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: Any, by_number: bool, k: int) -> None:
+def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: str, by_number: bool, k: int) -> None:
     """The loss of a microbatch is divided by their number, or its sum by the tokens of the batch."""
+    tx = OPTIMIZERS[optimizer]
 
     def loss(p: Any, part: Any, total: Any) -> Any:
         return ((jnp.tanh(part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / total
@@ -344,11 +351,11 @@ def test_updates_at_each_microbatch_by_its_share_are_named(optimizer: Any, by_nu
         params, moments = state
         for part in parts(batch, k):
             total = divisor(part, batch, k, by_number)
-            updates, moments = optimizer.update(jax.grad(loss)(params, part, total), moments, params)
+            updates, moments = tx.update(jax.grad(loss)(params, part, total), moments, params)
             params = optax.apply_updates(params, updates)
         return params, moments
 
-    report = check_step(make_step, (PARAMS, optimizer.init(PARAMS)), BATCH, microbatches=(k,), returns="params")
+    report = check_step(make_step, (PARAMS, tx.init(PARAMS)), BATCH, microbatches=(k,), returns="params")
     assert report.cause is Cause.MOVED_EACH, str(report)
 
 
@@ -374,8 +381,9 @@ def loss_of(p: Any, part: Any, count: Any) -> Any:
     return (((part["x"] @ p["w"] + p["b"]) - part["y"]) ** 2 * part["length"]).sum() / count
 
 
-@pytest.mark.parametrize("factor", ["of means", 2])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("optimizer", "factor"), cases([("sgd", "of means"), ("adamw", 2)], ["sgd", "adamw"], ["of means", 2])
+)
 def test_a_wrong_metric_beside_right_parameters_is_named(optimizer: str, factor: Any) -> None:
     tx = getattr(optax, optimizer)(0.01)
 
@@ -432,9 +440,8 @@ def test_running_statistics_in_the_state_are_no_clipping() -> None:
     assert report.cause is Cause.STATISTICS, str(report)
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(0.01), optax.adamw(0.01)], ids=["adam", "adamw"])
-@pytest.mark.parametrize("seed", range(3))
-def test_signs_that_agree_by_chance_name_no_examples(optimizer: Any, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "optimizer"), cases([(0, "adam"), (2, "adamw")], range(3), ["adam", "adamw"]))
+def test_signs_that_agree_by_chance_name_no_examples(seed: int, optimizer: str) -> None:
     """Adam's first step shows signs alone, and a zero factor of a low-rank update leaves few of them."""
     rng = np.random.default_rng(seed)
     shapes = {"base": (5, 3), "down": (5, 2), "up": (2, 3)}
@@ -451,7 +458,7 @@ def test_signs_that_agree_by_chance_name_no_examples(optimizer: Any, seed: int) 
         return ((errors**2).sum(1) * part["real"]).sum() / part["real"].sum()
 
     labels = {"base": "frozen", "down": "trained", "up": "trained"}
-    tx = optax.multi_transform({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+    tx = optax.multi_transform({"trained": OPTIMIZERS[optimizer], "frozen": optax.set_to_zero()}, labels)
 
     @jitted
     def make_step(p: Any, batch: Any, k: int) -> Any:
