@@ -42,7 +42,9 @@ def joined(computation: dict[str, Instruction], x: Instruction) -> Instruction:
     if x.opcode != "custom-call" or '"ConcatBitcast"' not in x.attributes:
         return x
     parts = [computation[name] for name in x.operands]
-    while all(part.opcode in ("slice", "slice-start", "slice-done") for part in parts):
+    for _ in computation:  # at most: slices in a damaged program may form a cycle
+        if not all(part.opcode in ("slice", "slice-start", "slice-done") for part in parts):
+            break
         parts = [computation[part.operands[0]] for part in parts]
     is_whole = len({part.name for part in parts}) == 1 and parts[0].shapes[0].elements == x.shapes[0].elements
     return x._replace(opcode="copy", operands=(parts[0].name,)) if is_whole else x

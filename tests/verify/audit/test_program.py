@@ -375,3 +375,12 @@ def test_state_that_a_tpu_prefetches_in_slices(second: str, found: list[str]) ->
     %new = f32[256] multiply(%sum, %sum)
     ROOT %kept = f32[256] select(%due, %new, %old)"""
     assert [x.name for x in find(program(lines))] == found
+
+
+def test_slices_that_are_joined_in_a_cycle_or_from_nothing() -> None:
+    joined = 'custom_call_target="ConcatBitcast"'
+    lines = f"""%x = f32[4] slice(%x), slice={{[0:4]}}
+    %all = f32[4] custom-call(%x), {joined}
+    %none = f32[4] custom-call(), {joined}
+    ROOT %sum = f32[4] add(%all, %none)"""
+    assert find(program(lines)) == []
