@@ -71,7 +71,8 @@ def outer(
     weighted mean of ``x - x_i`` over the islands as its gradient; all islands continue from the x that it updates.
 
     Args:
-      transformation: the outer one, for instance ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      transformation: the outer one, for instance ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. It gets trees like
+        the parameters, with None in place of the leaves of other fragments.
       every: H, the number of steps between two exchanges of a fragment.
       over: the islands: a `gradcombine.jax_axis`, one island per index. Parallelism inside an island (data or model
         parallelism) uses other axes.

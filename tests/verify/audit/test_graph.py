@@ -13,6 +13,7 @@ import tensorflow as tf
 from gradcombine.audit import audit, audit_file
 from gradcombine.audit import audit_report as report
 from gradcombine.audit.rules import RULES
+from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.errors import GradCombineError
 
 ROWS, WIDTH = 8, 64
@@ -482,8 +483,6 @@ def test_a_saved_model(tmp_path: Path) -> None:
 
 
 def test_a_function_of_a_graph_with_control_flow_of_version_1() -> None:
-    from gradcombine.audit.tensorflow.graph import Graph
-
     with tf.Graph().as_default() as graph:
         tf.compat.v1.disable_control_flow_v2()
         try:
@@ -492,3 +491,10 @@ def test_a_function_of_a_graph_with_control_flow_of_version_1() -> None:
             tf.compat.v1.enable_control_flow_v2()
     with pytest.raises(GradCombineError, match="a graph with functional control flow"):
         Graph("old", graph.as_graph_def(add_shapes=True))
+
+
+@pytest.mark.parametrize("concrete", [False, True])
+def test_a_concrete_function_is_read_as_its_graph_though_xla_compiles_it(concrete: bool) -> None:
+    step, x = tf.function(lambda x: x + 1, jit_compile=True), tf.constant([1.0])
+    found = audit(step.get_concrete_function(x)) if concrete else audit(step, x)
+    assert isinstance(found.program, Graph) is concrete

@@ -288,6 +288,13 @@ def test_transposed_kernels_agree_by_a_rule_or_by_their_names(tmp_path: Path) ->
     assert first_divergence(tmp_path / "c", tmp_path / "d") is None
 
 
+def test_a_step_without_a_gradient_writes_no_file(tmp_path: Path) -> None:
+    with record(tmp_path) as recorder:
+        recorder(0, gradients={"w": None})
+        recorder(1, gradients={"w": np.ones(1)})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.npz"]
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a")
     with pytest.raises(GradCombineError, match="a directory without a trace"):
