@@ -31,10 +31,8 @@ OVER_REPLICAS = [
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from gradcombine.verify.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, "-m", "gradcombine", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 def _rows(report: dict[str, Any], section: str) -> list[dict[str, Any]]:

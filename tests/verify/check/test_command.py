@@ -209,8 +209,7 @@ def test_what_cannot_run_is_said_in_one_line(here: Path, name: str, options: tup
 @pytest.mark.parametrize("name", ["slow_case", "stuck_case"])
 def test_a_check_that_takes_too_long_ends_with_one_line(here: Path, name: str) -> None:
     """Also if the step catches all exceptions, as an interrupted compiler or import may."""
-    code = "from gradcombine.verify.main import main; main()"
-    command = [sys.executable, "-c", code, "check", f"steps_to_check:{name}", "--timeout", "0.2"]
+    command = [sys.executable, "-m", "gradcombine", "check", f"steps_to_check:{name}", "--timeout", "0.2"]
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{here}"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
