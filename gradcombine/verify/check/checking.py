@@ -325,7 +325,7 @@ def splits_of(microbatches: Sequence[int], devices: Sequence[int], examples: int
     numbers: list[list[int]] = []
     for name, values in (("microbatches", microbatches), ("devices", devices)):
         items = require_list(f"numbers of {name}", values)
-        numbers.append([require_integer(f"a number of {name}", x) for x in items])
+        numbers.append(list(dict.fromkeys(require_integer(f"a number of {name}", x) for x in items)))
     splits = [split for d in numbers[1] for k in numbers[0] if (split := Split(k, d)) != ONE_BATCH]
     if not splits:
         raise invalid("a division of the batch to compare with one batch", f"{ONE_BATCH} alone")

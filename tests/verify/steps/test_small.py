@@ -182,3 +182,12 @@ def test_a_single_number_is_not_fitted(seed: int) -> None:
     start = rng.normal(size=3).astype(np.float32)
     (fault,) = check_step(make_step, start, batch, microbatches=(2,)).faults
     assert fault.cause is Cause.UNEXPLAINED
+
+
+def test_a_number_given_twice_is_one_division() -> None:
+    batch = {"x": np.eye(4, dtype=np.float32), "y": np.arange(4, dtype=np.float32), "real": np.ones(4, np.float32)}
+    once, twice = (
+        check_step(lambda k: lambda w, b: weighted(w, b, k), np.ones(4, np.float32), batch, microbatches=numbers)
+        for numbers in ((2,), (2, 2))
+    )
+    assert once.passes and [run.name for run in twice.runs] == [run.name for run in once.runs]
