@@ -172,7 +172,7 @@ def checked(
         require_right(standard)
     reference_floats, source = _reference(standard, reference)
     faults: dict[Cause, Fault] = {}
-    runs: list[StepRun] = []
+    runs, results = list[StepRun](), dict[Split, Result]()
 
     def add(run: str, cause: Cause, detail: str = "", line: str = "") -> None:
         faults.setdefault(cause, Fault(cause, run, detail, line))
@@ -210,6 +210,7 @@ def checked(
         result, repeated = run(str(split), split, batch), run(str(split), split, batch)
         if result is None or repeated is None:
             continue
+        results[split] = result
         if _differs(result, repeated):
             add(str(split), Cause.STATE)
             continue
@@ -263,7 +264,7 @@ def checked(
         faults, missing = faults_elsewhere(standard, splits)
         not_asked += missing
     by_design = faults.keys() <= {*BY_DESIGN.values()}
-    if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, [ONE_BATCH, *splits])):
+    if by_design and subject.framework == "torch" and (split := _leaves_gradients(subject, results)):
         if cast("Any", make_step).takes_optimizer:
             add(str(split), Cause.STATE, "a second step adds its gradients to those of the first; call zero_grad")
         else:
@@ -298,11 +299,11 @@ COARSE = 0.1
 its rounding."""
 
 
-def _leaves_gradients(subject: Subject, splits: Sequence[Split]) -> Split | None:
+def _leaves_gradients(subject: Subject, results: Mapping[Split, Result]) -> Split | None:
     """Returns the first division of a PyTorch step whose result changes if it starts with gradients that it left."""
-    for split in splits if subject.returns_params else ():
+    for split, result in results.items() if subject.returns_params else ():
         step: Any = subject.step(split)
-        if _differs(subject.run(split, subject.batch), subject.run(split, subject.batch, step=step.again)):
+        if _differs(result, subject.run(split, subject.batch, step=step.again)):
             return split
     return None
 
