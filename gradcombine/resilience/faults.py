@@ -28,7 +28,7 @@ from gradcombine.backends.registry import (
 from gradcombine.digests import digest
 from gradcombine.errors import invalid, operation, require_given, require_type
 from gradcombine.places import binary_counter
-from gradcombine.places.time import cleared, require_state
+from gradcombine.places.time import cleared, require_state, require_state_of
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.resilience.ledger import ledgers_in
@@ -187,7 +187,7 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     >>> float(total.finalize(gc.faults.drop(total, state, faults)))
     0.0
     """
-    check(reduction=reduction)
+    require_state_of(reduction, state)
     _require_faults(faults)
     if isinstance(state, AccumulateState):
         empty = AccumulateState(cleared(reduction, state.levels), faults.step, faults.index)

@@ -191,6 +191,13 @@ def test_what_is_refused() -> None:
         faults.find(gc.LOCAL, window=(1, 2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_a_window_of_another_reduction_is_not_dropped(order: Any) -> None:
+    window = gc.accumulate(gc.reductions.sum(), every=4, order=order).init(np.float32(0))
+    with pytest.raises(GradCombineError, match=r"mean: leaf \.levels.*: expected a MeanState, received SumState"):
+        faults.drop(gc.reductions.mean(), window, faults.find(gc.LOCAL))
+
+
 @pytest.mark.parametrize("contributions", [1, 2, 3])
 def test_ledgers_in_a_counter_are_those_of_its_occupied_levels(contributions: int) -> None:
     acc = gc.accumulate(MEAN, every=4, order="tree")
