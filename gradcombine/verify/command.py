@@ -24,7 +24,7 @@ from gradcombine.verify.diff.comparing import Allowed, diff
 from gradcombine.verify.diff.dumps import Dump, open_dump
 from gradcombine.verify.diff.rules import Rules, read_rules
 from gradcombine.verify.explain.origin import explain
-from gradcombine.verify.plan import plan_named, plan_report
+from gradcombine.verify.plan import plan_named, plan_report, strategies
 from gradcombine.verify.record import flight_diff
 from gradcombine.verify.record.flight import is_log, read_log
 from gradcombine.verify.suite import frameworks, outcomes
@@ -257,7 +257,7 @@ def plan_command(
         str | None,
         typer.Option(
             help="Strategies to compile, comma-separated, such as window,every+zero1,window+bfloat16. "
-            "Default: seventeen."
+            f"Default: {len(strategies.DEFAULT)}."
         ),
     ] = None,
     json: Json = None,

@@ -207,6 +207,7 @@ def test_the_code_weights_microbatches_by_what_their_loss_averages_over(name: st
 
 def test_the_page_counts_the_strategies() -> None:
     assert len(DEFAULT) == 18 and "with eighteen strategies" in Path("docs/plan.md").read_text()
+    assert "Default: 18." in CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "200"}).output
 
 
 def test_strategies_have_names() -> None:
