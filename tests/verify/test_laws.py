@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
@@ -155,6 +157,7 @@ def _shortcut(**changed: Any) -> gc.Reduction:
     [
         (_summed(finalize=lambda s: s * np.float32(np.nan)), "an empty state has a value", []),
         (_summed(finalize=lambda s: [][0]), "an empty state has a value", []),
+        (_summed(finalize=lambda s: None), "an empty state has a value", []),
         (_summed(update=lambda s, x, w: s + np.float64(w) * x), "dtypes of states", [([0, 0], 1)]),
         (_summed(merge=lambda a, b: (a + b)[:1]), "shapes", [([0, 0], 1)]),
         (_summed(finalize=lambda s: s * np.float64(2) if s.any() else s), "dtypes of states and values", [([0, 1], 1)]),
@@ -235,6 +238,24 @@ def _held(x: Any, most: float) -> Any:
 def test_a_defect_that_one_small_contribution_does_not_show_is_found(broken: Any) -> None:
     with pytest.raises(BrokenLaw):
         check_reduction(broken)
+
+
+@pytest.mark.parametrize("kept", [np.asarray, jnp.asarray, tf.constant])
+def test_values_may_be_boolean(kept: Any) -> None:
+    """Whether any contribution has an element that is not 0."""
+    any_nonzero = gc.Reduction(
+        init=lambda like: kept(np.zeros(like.shape, np.bool_)),
+        update=lambda s, x, w: s | (x != 0),
+        merge=lambda a, b: a | b,
+        finalize=lambda s: s,
+    )
+    check_reduction(any_nonzero, kept(np.zeros(2, np.float32)), asarray=kept, examples=5)
+
+
+@pytest.mark.parametrize("weight", [-1, np.nan, np.inf])
+def test_weights_that_no_contribution_may_have_are_not_a_broken_law(weight: float) -> None:
+    with pytest.raises(gc.GradCombineError, match="check_reduction: expected weights that are finite and not negative"):
+        check_reduction(MEAN, weights=[1, weight])
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

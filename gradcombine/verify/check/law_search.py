@@ -19,6 +19,7 @@ from gradcombine.errors import (
     require_installed,
     require_integer,
     require_items,
+    require_number,
     shown,
 )
 from gradcombine.reductions import dtypes
@@ -152,6 +153,8 @@ def check_reduction(
     has_integers = any(dtypes.kind(dtype) == "integer" for dtype in leaf_dtypes)
     stretches = _stretches(leaf_dtypes, has_integers, elements, weights)
     elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
+    for weight in weights:
+        require_number("weights that are finite and not negative", weight, 0)
     require_flag("commutative", commutative)
     require_flag("weighted", weighted)
     integers = [weight for weight in weights if dtypes.holds(np.dtype(np.int64), weight)]

@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import operation
+from gradcombine.errors import GradCombineError, operation, shown
 from gradcombine.places.lists import combine
 from gradcombine.places.replicas import all_reduce, merge_replicas
 from gradcombine.places.time import accumulate
@@ -75,7 +75,14 @@ class Law(NamedTuple):
 
 def _empty(t: Trial) -> Iterator[Sides]:
     value = t.reduction.finalize(t.reduction.init(t.like))
-    yield Sides(value, mapped(lambda x: np.where(x != x, 0, x), value), ("finalize(init(like))", "without NaN"))
+    if all(map(is_absent, tree.flatten(value)[0])) and not all(map(is_absent, tree.flatten(t.like)[0])):
+        raise GradCombineError(t.reduction.name, "an array from finalize", shown(value))
+
+    def without_nan(x: Any) -> np.ndarray:
+        zeros: np.ndarray = np.zeros_like(x)  # a literal 0 would make booleans integers
+        return np.where(x != x, zeros, x)
+
+    yield Sides(value, mapped(without_nan, value), ("finalize(init(like))", "without NaN"))
 
 
 def _runs(t: Trial) -> Iterator[Sides]:
