@@ -252,6 +252,17 @@ def test_values_may_be_boolean(kept: Any) -> None:
     check_reduction(any_nonzero, kept(np.zeros(2, np.float32)), asarray=kept, examples=5)
 
 
+def test_values_may_be_bfloat16_scalars_of_tensorflow() -> None:
+    """NumPy cannot convert them."""
+    total = gc.Reduction(
+        init=lambda like: tf.zeros(like.shape, tf.bfloat16),
+        update=lambda s, x, w: s + tf.cast(w, tf.bfloat16) * x,
+        merge=lambda a, b: a + b,
+        finalize=lambda s: s,
+    )
+    check_reduction(total, tf.zeros(2, tf.bfloat16), asarray=tf.constant, examples=5)
+
+
 @pytest.mark.parametrize("weight", [-1, np.nan, np.inf])
 def test_weights_that_no_contribution_may_have_are_not_a_broken_law(weight: float) -> None:
     with pytest.raises(gc.GradCombineError, match="check_reduction: expected weights that are finite and not negative"):

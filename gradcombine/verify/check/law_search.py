@@ -27,7 +27,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.guarded import GuardedState
 from gradcombine.settings import check
 from gradcombine.types import State, Tree
-from gradcombine.verify.check.laws import DETERMINISTIC, LAWS, Contribution, Law, Sides, Trial, mapped
+from gradcombine.verify.check.laws import DETERMINISTIC, LAWS, Contribution, Law, Sides, Trial, as_numpy, mapped
 from gradcombine.verify.compare.ulp import rounding_unit
 
 ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)
@@ -228,7 +228,7 @@ def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -
     # Copied, because the error shows the contributions, and a function may write to its arguments.
     copied = [Contribution(mapped(copy, value), weight) for value, weight in case.terms]
     leaves = [x for value, _ in case.terms for x in tree.flatten(value)[0] if not is_absent(x)]
-    largest = max((float(np.abs(np.asarray(x, np.float64)).max(initial=0)) for x in leaves), default=0.0)
+    largest = max((float(np.abs(as_numpy(x).astype(np.float64)).max(initial=0)) for x in leaves), default=0.0)
 
     def made(term: Contribution) -> State:
         state = one = reduction.update(reduction.init(term.value), *term)
@@ -326,8 +326,8 @@ def _stretches(leaf_dtypes: Sequence[np.dtype], has_integers: bool, elements: An
 def _near(left: Any, right: Any, ulps: int, largest: float) -> bool:
     if is_absent(left) or is_absent(right):
         return is_absent(left) and is_absent(right)
-    x: Any = np.asarray(left)
-    y: Any = np.asarray(right)
+    x: Any = as_numpy(left)
+    y: Any = as_numpy(right)
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
     if dtypes.kind(x.dtype) not in ("float", "complex"):

@@ -79,17 +79,17 @@ def _empty(t: Trial) -> Iterator[Sides]:
         raise GradCombineError(t.reduction.name, "an array from finalize", shown(value))
 
     def without_nan(x: Any) -> np.ndarray:
-        zeros: np.ndarray = np.zeros_like(x)  # a literal 0 would make booleans integers
-        return np.where(x != x, zeros, x)
+        array = as_numpy(x)
+        return np.where(array != array, np.zeros_like(array), array)  # a literal 0 would make booleans integers
 
     yield Sides(value, mapped(without_nan, value), ("finalize(init(like))", "without NaN"))
 
 
 def _runs(t: Trial) -> Iterator[Sides]:
     r, empty, a = t.reduction, t.reduction.init(t.like), t.state(t.terms[0])
-    expected = mapped(np.zeros_like, r.finalize(empty))
+    expected = mapped(_zeros, r.finalize(empty))
     for other in (r.merge(a, a), r.merge(empty, a), r.merge(a, empty), r.clear(a)):
-        received = mapped(np.zeros_like, r.finalize(other))
+        received = mapped(_zeros, r.finalize(other))
         yield Sides(received, expected, ("shapes and dtypes of a value", "of the empty state's"))
 
 
@@ -107,7 +107,7 @@ def _pure(t: Trial) -> Iterator[Sides]:
     r, empty, kept = t.reduction, t.reduction.init(t.like), list[tuple[str, Any, Any]]()
 
     def keep(name: str, tree: Any) -> None:
-        kept.append((name, tree, mapped(np.array, tree)))
+        kept.append((name, tree, mapped(lambda x: as_numpy(x).copy(), tree)))
 
     def unchanged(function: str) -> Iterator[Sides]:
         return (Sides(now, then, (f"{name} after {function}", "before")) for name, now, then in kept)
@@ -246,6 +246,15 @@ def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
     """Applies a function to every leaf except None."""
     leaves, structure = tree.flatten(node)
     return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
+
+
+def as_numpy(leaf: Any) -> np.ndarray:
+    """A leaf as a NumPy array, which NumPy itself cannot make of TensorFlow's bfloat16 scalars."""
+    return np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+
+
+def _zeros(leaf: Any) -> np.ndarray:
+    return np.zeros_like(as_numpy(leaf))
 
 
 # --- replicas in one process ---
