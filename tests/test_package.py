@@ -44,13 +44,16 @@ EXTRA = {
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
-    """Every integration, `jax_axis` and `tf_replicas` raise an error that is an ImportError as well."""
+    """Every integration, `jax_axis`, `tf_replicas` and `audit` raise an error that is an ImportError as well."""
     code = """if True:
     import importlib, sys
     import gradcombine as gc
+    from gradcombine.audit import audit, find_target
     sys.modules.update(dict.fromkeys(("jax", "optax", "tensorflow", "keras")))
     calls = {name: lambda name=name: importlib.import_module(name) for name in sys.argv[1:]}
-    for name, call in calls.items() | {"jax_axis": lambda: gc.jax_axis("data"), "tf_replicas": gc.tf_replicas}.items():
+    calls |= {"jax_axis": lambda: gc.jax_axis("data"), "tf_replicas": gc.tf_replicas}
+    calls |= {"audit": lambda: audit(abs, 1), "target": lambda: find_target("h100:8")}
+    for name, call in calls.items():
         try:
             call()
         except ImportError as error:
@@ -60,7 +63,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     command = [sys.executable, "-c", code, *EXTRA]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     messages = dict(line.split("|") for line in done.stdout.splitlines())
-    extras = EXTRA | {"jax_axis": "jax", "tf_replicas": "tensorflow"}
+    extras = EXTRA | {"jax_axis": "jax", "tf_replicas": "tensorflow", "audit": "jax", "target": "jax"}
     assert messages.keys() == extras.keys()
     for name, extra in extras.items():
         assert f"expected what pip install 'gradcombine[{extra}]' installs, received no module " in messages[name]

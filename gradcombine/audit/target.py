@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.audit.subject import Exchange, X
-from gradcombine.errors import invalid, operation, require_path, shown
+from gradcombine.errors import importing, invalid, operation, require_path, shown
 
 H100 = Path(__file__).with_name("h100.textproto")
 """A GpuTargetConfigProto of an H100 SXM."""
@@ -114,7 +114,8 @@ def find_target(name: str | Target | None = None, *, compiles: bool = True) -> T
     if name is None:
         if not compiles:
             return Target("an unknown machine", (), 1, None)
-        import jax
+        with importing("audit"):
+            import jax
 
         devices = tuple(jax.devices())
         figures = PUBLISHED.get(KINDS.get(devices[0].device_kind, ""))
@@ -173,7 +174,8 @@ def described(text: str) -> Published:
 
 
 def _require(module: str, packages: str) -> None:
-    import jax
+    with importing("audit"):
+        import jax
 
     try:
         spec = importlib.util.find_spec(module)
