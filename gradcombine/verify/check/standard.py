@@ -123,7 +123,8 @@ class Standard(Measured):
         if self.best.floats[leaf].shape != self.best.floats[of].shape:
             return False
         name, other = (PART.findall(self.names[i]) for i in (leaf, of))
-        end = other[1:] or other  # without the place of the parameters in the state, as in (params, moments)
+        place = next((i for i, (x, y) in enumerate(zip(name, other, strict=False)) if x != y), 0)
+        end = other[place + 1 :] or other  # without the place of the parameters in the state, as in (params, moments)
         if self.best.floats[leaf].size < MIN_SIGNS and name[-len(end) :] != end:
             return False
         a, b = (np.stack([x[i] for x in changes]) for i in (leaf, of))

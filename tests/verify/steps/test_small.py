@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify import Cause, check_step
+from gradcombine.verify import Cause, Verdict, check_step
 from tests.verify.steps.defects import pieces
 from tests.verify.steps.dividing import eager
 
@@ -74,6 +74,30 @@ def test_causes_of_steps_with_fewer_parameters_than_examples(name: str, params: 
     }
     report = check_step(make_step, rng.normal(size=params).astype(np.float32), batch, microbatches=(2, 4))
     assert [fault.cause for fault in report.faults] == ([] if cause is None else [cause]), report
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_moment_of_few_elements_shows_the_sizes_of_gradients_also_before_metrics(scaled: bool) -> None:
+    """Adam's first step changes each parameter by the same amount; a training state before metrics has longer paths."""
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Batch) -> Any:
+            p, mean, square = (state[name]["w"] for name in ("params", "mean", "square"))
+            real = batch["real"].sum()
+            gradient = sum(x["x"].T @ ((x["x"] @ p - x["y"]) * x["real"]) for x in pieces(batch, k)) / real
+            gradient = gradient * k if scaled else gradient
+            mean, square = mean + (gradient - mean) / 8, square + (gradient**2 - square) / 64
+            change = 8 * mean / (np.sqrt(64 * square) + 2.0**-30) / 128
+            return {"params": {"w": p - change}, "mean": {"w": mean}, "square": {"w": square}}, {"real": real}
+
+        return step
+
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 3)), "y": rng.normal(size=8), "real": np.array([1, 1, 1, 0, 1, 0, 0, 1])}
+    state = {name: {"w": np.full(3, name == "params", np.float32)} for name in ("params", "mean", "square")}
+    batch = {name: x.astype(np.float32) for name, x in batch.items()}
+    report = check_step(make_step, state, batch, returns="params")
+    assert report.verdict is (Verdict.FAILS if scaled else Verdict.PASSES), report
 
 
 def test_what_its_elements_leave_open_is_not_called_statistics() -> None:
