@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -21,6 +21,9 @@ NUMBERS = bool, int, float, complex
 
 ZERO = 2.0**-40
 """Size of a leaf, relative to the largest one, that is 0 up to rounding."""
+
+CONSTANT = 2.0**-20
+"""Difference of the changes by different examples, relative to the largest change, of a parameter without gradients."""
 
 
 def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
@@ -87,6 +90,18 @@ def change(new: np.ndarray, old: np.ndarray) -> np.ndarray:
     """
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(old), np.where(new == old, 0, new), new - old)
+
+
+def constant(changes: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]], of: Sequence[int]) -> list[Any]:
+    """Returns whether each element changes as in the others, relative to the largest change in the leaves ``of``.
+
+    No element does if there are no others.
+    """
+    allowed = CONSTANT * max(np.abs(changes[i]).max(initial=0) for i in of)
+    found = [np.full(x.shape, bool(others)) for x in changes]
+    for other in others:
+        found = [same & (np.abs(x - y) <= allowed) for same, x, y in zip(found, changes, other, strict=True)]
+    return found
 
 
 def changed(old: np.ndarray, by: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 
 from gradcombine.types import Tree
 from gradcombine.verify.check import step_program
-from gradcombine.verify.check.leaves import ZERO, as_floats, flat, is_quantized, over, perturbation, rms
+from gradcombine.verify.check.leaves import ZERO, as_floats, constant, flat, is_quantized, over, perturbation, rms
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotFiniteError, NotWide, Result, Rows, Split, Subject
 from gradcombine.verify.check.step_program import UNIT64
 from gradcombine.verify.compare.ulp import rounding_unit
@@ -384,17 +384,16 @@ class Measured:
         """The noise and the accuracy bound, including the native noise of elements that are 0 in exact arithmetic.
 
         For example, the gradients of the key biases of attention (alone or a part of a leaf) are pure rounding, also in
-        float64, and Adam turns them into updates as large as those of other parameters.
+        float64, and Adam turns them into updates as large as those of other parameters, or, in float64, into none but
+        the decay of the weights.
         """
         if self.wide is None:
             return self.noise, self._accurate
-        base = self.wide.floats
-        zeros = [np.zeros(x.shape, bool) for x in base]
-        try:
+        base, others = self.wide.floats, [x.floats for x in self.columns if x is not None]
+        zeros = constant(base, others if self.subject.returns_params else [], self.gradients)
+        with suppress(NotWide, NotFiniteError):
             for result in self._perturbed(True, UNIT64, 2 * SAMPLES):
                 pairs = zip(zeros, result.floats, base, strict=True)
                 zeros = [zero | (np.abs(x - y) > 2.0**-10 * np.abs(y)) for zero, x, y in pairs]
-        except (NotWide, NotFiniteError):
-            return self.noise, self._accurate
         noise = self._noise(False, zeros)
         return np.hypot(self.noise, noise), self._accurate + TIMES * noise

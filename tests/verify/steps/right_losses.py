@@ -488,7 +488,12 @@ def attended(p: Any, batch: Any) -> tuple[Any, Any]:
 RIGHT |= {
     f"attention with biases {where}, {name}": updated(tx, loss=attended, params=params)
     for where, params in (("apart", APART), ("fused", FUSED))
-    for name, tx in (("adamw", optax.adamw(1e-2)), ("lion", optax.lion(1e-3)), ("sgd", optax.sgd(0.1)))
+    for name, tx in (
+        ("adamw", optax.adamw(1e-2)),
+        ("adamw of large decay", optax.adamw(1e-3, weight_decay=0.1)),
+        ("lion", optax.lion(1e-3)),
+        ("sgd", optax.sgd(0.1)),
+    )
 }
 counted("packed rows", LAYERS, PACKED, packed)
 counted("packed rows, a mean of documents", LAYERS, PACKED, of_documents)
