@@ -23,7 +23,7 @@ from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import REPEATED, as_floats, rms
+from gradcombine.verify.check.leaves import REPEATED, as_floats, perturbation, rms
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
     ONE_BATCH,
@@ -303,6 +303,8 @@ def _leaves_gradients(subject: Subject, results: Mapping[Split, Result]) -> Spli
     """Returns the first division of a PyTorch step whose result changes if it starts with gradients that it left."""
     for split, result in results.items() if subject.returns_params else ():
         step: Any = subject.step(split)
+        # At other parameters, because clipping hides that a parallel gradient is added.
+        subject.tried(split, subject.batch, noise=perturbation(0, 0.5, 0.5))
         if _differs(result, subject.run(split, subject.batch, step=step.again)):
             return split
     return None

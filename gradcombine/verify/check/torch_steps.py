@@ -200,8 +200,7 @@ class TorchStep:
         return step
 
     def again(self, params: Tree, batch: Tree) -> Tree:
-        """Runs the step twice from the same parameters; the second run starts with what the first left in ``.grad``."""
-        self(copy.deepcopy(params), batch)  # replaces the arrays of modules in place
+        """Runs the step, which starts with what its last run left in ``.grad``."""
         return self(params, batch, again=True)
 
     def after(self, point: str) -> Step:

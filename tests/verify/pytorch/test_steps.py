@@ -190,12 +190,14 @@ class Biased(torch.nn.Module):
         return self.out(x + functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)))
 
 
-def held(k: int, clears: bool = True) -> Any:
+def held(k: int, clears: bool = True, clips: bool = False) -> Any:
     """A step that takes and returns a module and a stateful optimizer, with the loss as a metric."""
 
     def step(params: Any, batch: Any) -> Any:
         model, optimizer = params
         backward(model, batch, k)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         if clears or k == 2:
             optimizer.zero_grad()
@@ -371,6 +373,12 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], str, Cause]] = {
     "statistics": (window(), lambda: Net(torch.nn.BatchNorm1d), "params", Cause.STATISTICS),
     "statistics, gradients": (gradients("right"), lambda: Net(torch.nn.BatchNorm1d), "gradients", Cause.STATISTICS),
     "gradients remain": (partial(held, clears=False), module_and_optimizer, "params", Cause.STATE),
+    "gradients remain, clipped": (
+        partial(held, clears=False, clips=True),
+        module_and_optimizer,
+        "params",
+        Cause.STATE,
+    ),
     "zero_grad missing": (lambda k: engine(k, False), lambda: Net().state_dict(), "params", Cause.STATE),
 }
 
