@@ -251,8 +251,8 @@ MEANS = 3
 MOST_COUNTS = 8
 """Maximal number of counts of the examples to try as denominators."""
 
-MOST_PAIRS = 4
-"""Maximal number of pairs of examples to mix, as statistics may be linear in one of them."""
+MIXED = 4
+"""Number of examples to mix in pairs, as statistics may be linear in one of the pairs."""
 
 
 def has_denominators(standard: Standard) -> bool:
@@ -268,39 +268,41 @@ def has_denominators(standard: Standard) -> bool:
     if len(number) < means + 2 or len(distinct) == 1:
         return False
     candidates, varies = [*combinations(distinct, min(means, len(distinct)))], False
-    for first, second in _pairs(distinct[0]):
+    mixtures, results, example = list[np.ndarray](), list[Floats](), np.eye(n)
+    for first, second in _pairs(standard, distinct[0]):
         mixed = [standard.one((first,) * p + (second,) * (n - p)) for p in number.tolist()]
-        results = [x.floats for x in mixed if x is not None]
-        if len(results) < len(mixed):
+        finite = [x.floats for x in mixed if x is not None]
+        if len(finite) < len(mixed):
             continue
         # Copies of one example may cancel in each group of a batch, which shows nothing.
-        varies |= not all(_near(standard, x, results[0]) for x in results)
-        candidates = [x for x in candidates if _fits(standard, x, number, (first, second), results)]
+        varies |= not all(_near(standard, x, finite[0]) for x in finite)
+        mixtures.append(np.outer(number, example[first]) + np.outer(n - number, example[second]))
+        results += finite
+        candidates = [x for x in candidates if _fits(standard, x, np.concatenate(mixtures), results)]
         if not candidates:
             return False
     return varies
 
 
-def _pairs(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Returns pairs of examples, first one with the largest difference of counts."""
+def _pairs(standard: Standard, counts: np.ndarray) -> list[tuple[int, int]]:
+    """Returns all pairs of a few finite examples, first one with the largest difference of counts.
+
+    A product of means, such as of rewards and gradients, looks like a sum of means in a pair, but not in all of them.
+    """
     half = len(counts) // 2
-    found = [(int(counts.argmax()), int(counts.argmin())), *((i, i + half) for i in range(half))]
-    return found[:MOST_PAIRS]
+    spread = (i for pair in zip(range(half), range(half, 2 * half), strict=True) for i in pair)
+    in_order = dict.fromkeys([int(counts.argmax()), int(counts.argmin()), *spread])
+    finite = (i for i in in_order if standard.one((i,) * len(counts)) is not None)
+    return [*combinations(islice(finite, MIXED), 2)]
 
 
-def _fits(
-    standard: Standard,
-    counts: Sequence[np.ndarray],
-    number: np.ndarray,
-    pair: tuple[int, int],
-    results: Sequence[Floats],
-) -> bool:
-    """Whether mixtures of two examples are a sum of means with these counts as denominators."""
-    basis = [np.ones(len(number))]
+def _fits(standard: Standard, counts: Sequence[np.ndarray], mixtures: np.ndarray, results: Sequence[Floats]) -> bool:
+    """Whether mixtures of the examples are a sum of means with these counts as denominators."""
+    basis = [np.ones((len(mixtures), 1))]
     for x in counts:
-        part, rest = number * x[pair[0]], (number.max() - number) * x[pair[1]]
-        basis.append(np.where(number == 0, 0, part / np.where(part + rest == 0, 1, part + rest)))
-    matrix = np.stack(basis, axis=1)
+        totals = (mixtures @ x)[:, None]
+        basis.append(mixtures * x / np.where(totals == 0, 1, totals))
+    matrix = np.concatenate(basis, axis=1)
     projection = matrix @ np.linalg.pinv(matrix)
     fitted = [np.tensordot(projection, np.stack(x), 1) for x in zip(*results, strict=True)]
     return all(_near(standard, a, b) for a, b in zip(results, zip(*fitted, strict=True), strict=True))

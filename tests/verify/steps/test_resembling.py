@@ -228,6 +228,26 @@ def test_groups_that_are_divided_are_statistics() -> None:
     assert report.cause is Cause.STATISTICS, str(report)
 
 
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_baseline_of_rewards_beside_a_mean_over_tokens_is_statistics(rows: int, seed: int) -> None:
+    """In copies of two examples, their product is a sum of means over tokens and over examples."""
+    rng = np.random.default_rng(seed)
+    batch = {
+        "x": np.float32(rng.normal(size=(rows, 5))),
+        "y": np.float32(rng.normal(size=rows)),
+        "mask": np.float32(np.arange(6) < rng.integers(0, 7, rows)[:, None]),
+    }
+
+    def loss(p: Any, part: Any, batch: Any, k: int) -> Any:
+        advantage, tokens = part["y"] - part["y"].mean(), part["mask"].sum(1)
+        return -(advantage * jax.nn.log_sigmoid(part["x"] @ p["w"] + p["b"]) * tokens).sum() / batch["mask"].sum()
+
+    report = check_step(adding(loss), PARAMS, batch, microbatches=(2,))
+    assert report.cause is Cause.STATISTICS, str(report)
+    assert report.allowing("statistics").passes
+
+
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner, self.dropout = nnx.Linear(5, 4, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
