@@ -33,7 +33,7 @@ from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import flat, is_quantized, perturbation
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
-from gradcombine.verify.check.separate import beside_statistics, microbatches, not_predicted
+from gradcombine.verify.check.separate import beside_statistics, microbatches, neighbors, not_predicted
 from gradcombine.verify.check.standard import Standard, Terms, combined
 from gradcombine.verify.check.step_program import line_of, may_be_narrow
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
@@ -158,9 +158,8 @@ def in_order(case: Case) -> Iterator[Prediction]:
     if case.leaves is not None or not standard.depends_on_order:
         return
     by_division, by_number = _of_copies(case)
-    if not by_number:
-        yield Prediction(Cause.NEIGHBOURS, "copies of one example give the same result in any number")
     if not (by_division and by_number):  # otherwise each place in the batch has random numbers of its own
+        yield from () if by_number else neighbors(case)
         return
     first = list(range(subject.examples // k if subject.examples % k == 0 else 1))
     result = standard.tried(case.split, subject.rows(first * (k * case.split.devices)), case.wide)

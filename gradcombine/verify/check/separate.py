@@ -103,6 +103,15 @@ def _weights_in_one_batch(
     return None
 
 
+def neighbors(case: Case) -> Iterator[Prediction]:
+    """Yields that examples depend on their neighbors, unless these, such as pairs, are in the same microbatch."""
+    results = case.separate_results()
+    if any(_weights_in_one_batch(case, pieces, x, np.zeros(len(pieces))) is not None for _, pieces, x in results):
+        return
+    yield from (x for x in microbatches(case) if x.cause is Cause.CHANGED_BEFORE)
+    yield Prediction(Cause.NEIGHBOURS, "copies of one example give the same result in any number")
+
+
 # --- predictions that an explanation by design must make before it is allowed ---
 
 

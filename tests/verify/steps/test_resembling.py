@@ -228,6 +228,42 @@ def test_groups_that_are_divided_are_statistics() -> None:
     assert report.cause is Cause.STATISTICS, str(report)
 
 
+def of_pairs(p: Any, part: Any) -> tuple[Any, Any]:
+    """Summed loss of the preferences between rows that follow each other, and the number of the valid ones."""
+    scores = part["x"] @ p
+    valid = part["length"].reshape(-1, 2).min(1) > 2
+    return -(jax.nn.log_sigmoid(scores[::2] - scores[1::2]) * valid).sum(), valid.sum()
+
+
+def clipped(x: Any) -> Any:
+    return x * jnp.minimum(1, 0.1 / jnp.linalg.norm(x))
+
+
+COMBINED: dict[Cause | None, Any] = {
+    None: lambda grads, counts: sum(grads) / sum(counts),
+    Cause.MEAN_OF_MEANS: lambda grads, counts: sum(g / n for g, n in zip(grads, counts, strict=True)) / len(grads),
+    Cause.SUM: lambda grads, counts: sum(g / n for g, n in zip(grads, counts, strict=True)),
+    Cause.SCALED: lambda grads, counts: sum(grads) / sum(counts) / len(grads),
+    Cause.LOST: lambda grads, counts: grads[-1] / counts[-1],
+    Cause.CHANGED_BEFORE: lambda grads, counts: (
+        sum(clipped(g / n) * n for g, n in zip(grads, counts, strict=True)) / sum(counts)
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", COMBINED, ids=str)
+def test_pairs_of_rows_are_no_rolled_labels(cause: Cause | None) -> None:
+    """One batch depends on the order of its rows, but no pair is divided."""
+
+    @jitted
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        made = [jax.value_and_grad(of_pairs, has_aux=True)(p, part) for part in parts(batch, k)]
+        return COMBINED[cause]([grads for _, grads in made], [count for (_, count), _ in made])
+
+    report = check_step(make_step, PARAMS["w"], BATCH, microbatches=(2,))
+    assert report.cause is cause, str(report)
+
+
 @pytest.mark.parametrize("rows", [8, 16, 32])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_baseline_of_rewards_beside_a_mean_over_tokens_is_statistics(rows: int, seed: int) -> None:
