@@ -193,7 +193,8 @@ def _of_copies(case: Case) -> tuple[bool, bool]:
 
     def differs(x: Floats) -> bool:
         shares = standard.shares(one, x, case.wide)
-        return any(shares[i] > 1 and np.linalg.norm(x[i] - one[i]) > DRAWN * np.linalg.norm(one[i]) for i in leaves)
+        sizes = [max(map(np.linalg.norm, y)) for y in zip(one, standard.best.floats, strict=True)]  # copies may cancel
+        return any(shares[i] > 1 and np.linalg.norm(x[i] - one[i]) > DRAWN * sizes[i] for i in leaves)
 
     return differs(divided), differs(fewer)
 

@@ -235,8 +235,9 @@ class Standard(Measured):
 
     @property
     def heaviest(self) -> int:
-        """An example with the largest weight, or the first one if the weights are unknown."""
-        return 0 if self.weights is None else self.units[int(np.argmax(self.weights))][0]
+        """An example with the largest weight, or the first one with a finite result if the weights are unknown."""
+        finite = [x is not None for x in self.columns]
+        return self.units[int(np.argmax(finite if self.weights is None else self.weights))][0]
 
     def fit_units(self, result: Result, split: Split, wide: bool, leaves: Sequence[int]) -> np.ndarray | None:
         """Fits the weights of the units in a division's result by least squares over these leaves."""

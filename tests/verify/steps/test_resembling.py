@@ -14,7 +14,17 @@ from flax import nnx
 
 from gradcombine.verify import Cause, Verdict, check_step
 from tests.spec.selection import cases, named
-from tests.verify.steps.dividing import adding, averaging, jitted, mean_gradient, parts, plus, scaled, summed_gradient
+from tests.verify.steps.dividing import (
+    adding,
+    averaging,
+    eager,
+    jitted,
+    mean_gradient,
+    parts,
+    plus,
+    scaled,
+    summed_gradient,
+)
 
 pytestmark = [pytest.mark.needs("jax", "optax", "flax"), pytest.mark.usefixtures("as_users_do")]
 
@@ -262,6 +272,47 @@ def test_pairs_of_rows_are_no_rolled_labels(cause: Cause | None) -> None:
 
     report = check_step(make_step, PARAMS["w"], BATCH, microbatches=(2,))
     assert report.cause is cause, str(report)
+
+
+def of_pairs_in_numpy(p: Any, part: Any) -> tuple[Any, Any]:
+    """Gradient of `of_pairs`, and the number of valid preferences."""
+    x = part["x"][::2] - part["x"][1::2]
+    valid = part["length"].reshape(-1, 2).min(1) > 2
+    return -(valid / (1 + np.exp(x @ p)) @ x).astype(p.dtype), p.dtype.type(valid.sum())
+
+
+def test_copies_of_a_row_that_does_not_count_draw_no_random_numbers() -> None:
+    """The mean over no pairs is NaN in a batch of copies of the first row."""
+
+    @eager
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        made = [of_pairs_in_numpy(p, part) for part in parts(batch, k)]
+        with np.errstate(invalid="ignore"):
+            return sum(grads / count for grads, count in made) / p.dtype.type(k)
+
+    length = BATCH["length"].copy()
+    length[0] = 0
+    report = check_step(make_step, PARAMS["w"], BATCH | {"length": length}, microbatches=(2,))
+    assert report.cause is Cause.MEAN_OF_MEANS, str(report)
+
+
+def test_normalized_gradients_of_copies_that_cancel_draw_no_random_numbers() -> None:
+    """A pair of copies has no gradient but rounding, since the tokens of the batch are added in their order."""
+    batch = {"x": np.float32(np.random.default_rng(0).normal(size=(16, 6, 5)))}
+
+    @eager
+    def make_step(p: Any, batch: Any, k: int) -> Any:
+        def direction(part: Any) -> Any:
+            scores = part["x"].sum(1) @ p
+            slope = 1 / (1 + np.exp(scores[::2] - scores[1::2]))
+            signed = np.stack([-slope, slope], 1).reshape(-1, 1, 1) * part["x"]
+            grads = np.cumsum(signed.reshape(-1, 5), 0)[-1]
+            return grads / (np.linalg.norm(grads) + p.dtype.type(1e-8))
+
+        return sum(map(direction, parts(batch, k))) / p.dtype.type(k)
+
+    report = check_step(make_step, PARAMS["w"], batch, microbatches=(2,))
+    assert report.cause is Cause.CHANGED_BEFORE, str(report)
 
 
 @pytest.mark.parametrize("rows", [8, 16, 32])
