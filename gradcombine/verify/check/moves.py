@@ -266,26 +266,40 @@ def decayed(case: Case) -> Iterator[Prediction]:
             params = [(1 + factor) * x + move for x, move in zip(params, moves, strict=True)]
         return [x - y for x, y in zip(params, start, strict=True)]
 
+    # Updates by microbatch and factor, for the factors that all weights of a partition have in common.
+    shared = dict[tuple[int, float], Floats | None]()
+
+    def update_at(params: list[np.ndarray], rows: Rows, i: int, factor: float) -> Floats:
+        key = (i, factor if i else 0.0)
+        if (update := shared.get(key)) is None:
+            update = subject.run(ONE_BATCH, subject.rows(standard.copies(rows)), case.wide, start=params).floats
+            if key in shared:
+                shared[key] = update
+        return update
+
     def at_each(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
         params, mean = start, [np.zeros_like(x) for x in start]
         for i, (rows, weight) in enumerate(zip(pieces, weights, strict=True)):
             params = [x * (1 + factor) for x in params] if i else params
-            update = subject.run(ONE_BATCH, subject.rows(standard.copies(rows)), case.wide, start=params).floats
+            update = update_at(params, rows, i, factor)
             mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, update, params, strict=False)]
         return [m + (1 + factor) * x - y for m, x, y in zip(mean, params, start, strict=True)]
 
-    def solved(simulate: Simulation, pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        factor = float(difference @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
+    def solved(
+        simulate: Simulation, pieces: Sequence[Rows], weights: np.ndarray, factor: float
+    ) -> tuple[float, list[np.ndarray]]:
         for _ in range(NEWTON_STEPS):
             predicted = flat(simulate(pieces, weights, factor))
-            slope = (flat(simulate(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
+            slope = (flat(simulate(pieces, weights, factor * NEARBY)) - predicted) / (0.01 * factor or 1)
             factor += float((flat(result) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
         return factor, simulate(pieces, weights, factor)
 
     for name, pieces in case.partitions.items():
+        first = float(difference @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
+        shared = dict.fromkeys(product(range(len(pieces)), (0.0, first, first * NEARBY)))
         for weights, simulate in product(case.weights_of(pieces), (at_start, at_each)):
             try:
-                factor, predicted = solved(simulate, pieces, weights)
+                factor, predicted = solved(simulate, pieces, weights, first)
                 without = simulate(pieces, weights, 0)
             except (NotWide, ValueError):
                 continue
@@ -298,3 +312,6 @@ def decayed(case: Case) -> Iterator[Prediction]:
 
 NEWTON_STEPS = 3
 """Number of Newton iterations that find a factor to rounding."""
+
+NEARBY = 1.01
+"""Multiple of a factor at which the slope is measured."""
