@@ -197,14 +197,15 @@ def _tensorflow_modes() -> list[Mode]:
     def function(jit_compile: bool) -> Any:
         def start(body: Any, n: int) -> Any:
             return called(
-                tf.function(body, jit_compile=jit_compile), lambda stacked: [tf.constant(x[0]) for x in stacked]
+                tf.function(body, autograph=False, jit_compile=jit_compile),
+                lambda stacked: [tf.constant(x[0]) for x in stacked],
             )
 
         return start
 
     def mirrored(body: Any, n: int) -> Any:
         replicas = strategies.mirrored(n)
-        compiled = tf.function(lambda arrays: replicas.run(body, (arrays,)))
+        compiled = tf.function(lambda arrays: replicas.run(body, (arrays,)), autograph=False)
 
         def dealt(stacked: list[np.ndarray]) -> Any:
             return [strategies.per_replica(replicas, x.__getitem__) for x in stacked]
