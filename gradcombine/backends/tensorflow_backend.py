@@ -159,7 +159,7 @@ class TensorflowBackend(Backend):
 
     def fused(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         if _LOOPED.now:
-            return in_loop(function(self, kernel, static, False), arrays)
+            return tuple(in_loop(self, kernel, static)(*arrays))
         shape = max((tuple(array.shape) for array in arrays), key=len)
         if math.prod(shape) < _WORTH_COMPILING or any(map(_is_sharded, arrays)) or not compiles():
             inline = tf.executing_eagerly() or len(arrays) < _WORTH_A_FUNCTION

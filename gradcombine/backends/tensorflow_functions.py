@@ -25,11 +25,17 @@ def function(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...], xla
     return tf.function(call, autograph=False, jit_compile=xla or None)
 
 
-def in_loop(function: Any, arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """Applies an elementwise function to vectors and scalars in two halves, in a loop.
+@cache
+def in_loop(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...]) -> Any:
+    """A tf.function that applies an elementwise kernel to vectors and scalars in two halves, in a loop.
 
-    If the result of the function is sliced, XLA fuses a copy of the function into every slice; it does not fuse loops.
+    If the result of the kernel is sliced, XLA fuses a copy of the kernel into every slice; it does not fuse loops.
     """
+    half = function(backend, kernel, static, False)
+    return tf.function(lambda *arrays: _halves(half, arrays), autograph=False)
+
+
+def _halves(function: Any, arrays: Sequence[Array]) -> tuple[Array, ...]:
     (size,) = max((array.shape for array in arrays), key=len)
     halves = [tf.reshape(tf.pad(x, [[0, size % 2]]), [2, -1]) if x.shape.rank else x for x in arrays]
 
