@@ -8,11 +8,11 @@ bits as a list of all contributions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import TypeVar
 
-from gradcombine.backends.protocol import Backend
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.types import Array
 
 T = TypeVar("T")
@@ -39,6 +39,33 @@ def fold_pairwise(merge: Callable[[T, T], T], items: Iterable[T]) -> T:
 def fold_levels(merge: Callable[[T, T], T], levels: Iterable[T]) -> T:
     """Merges the levels of a binary counter, lowest (latest items) first, into one."""
     return reduce(lambda later, earlier: merge(earlier, later), levels)
+
+
+def fold_ranks(
+    backend: Backend,
+    collective: Collective,
+    merge: Callable[[T, T], T],
+    arrays_of: Callable[[T], list[Array]],
+    rebuild: Callable[[Sequence[Array]], T],
+    ranks: Iterable[list[Array]],
+) -> T:
+    """Merges the states of all replicas in the canonical order.
+
+    Args:
+      backend: the backend of the arrays. In a graph, more than two ranks share one trace of the merge.
+      collective: the collective of the replicas.
+      merge: the merge of two states.
+      arrays_of: the arrays of a state.
+      rebuild: the state with these arrays.
+      ranks: the arrays of each replica's state.
+    """
+
+    def merged(*arrays: Array) -> list[Array]:
+        half = len(arrays) // 2
+        return arrays_of(merge(rebuild(arrays[:half]), rebuild(arrays[half:])))
+
+    pair = backend.traced(merged) if collective.size() > 2 else merged
+    return rebuild(fold_pairwise(lambda a, b: pair(*a, *b), ranks))
 
 
 def sum_rows(backend: Backend, rows: Array) -> Array:

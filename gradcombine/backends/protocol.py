@@ -186,6 +186,10 @@ class Backend(ABC):
         """
         return tuple(kernel(self, *static, *arrays))
 
+    def traced(self, function: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+        """A function of arrays whose calls in a graph share one trace per combination of shapes and dtypes."""
+        return function
+
     def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
         """Whether stacking ``count`` arrays of this shape costs less than an operation on each."""
         return False

@@ -177,6 +177,9 @@ class TensorflowBackend(Backend):
     def traced_once(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(function(self, kernel, static, False)(*arrays))
 
+    def traced(self, function: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+        return function if tf.executing_eagerly() else tf.function(function, autograph=False)
+
     def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
         return math.prod(shape) <= _WORTH_STACKING and count >= _WORTH_A_FUNCTION and in_plain_graph()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, operation, require_type
-from gradcombine.pairwise import fold_pairwise
+from gradcombine.pairwise import fold_pairwise, fold_ranks
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree, no_autograph
@@ -164,7 +164,7 @@ class Reduction(ABC):
         leaves, structure = tree.flatten(state)
         backend = resolve([*leaves, collective.rank()])
         ranks = collective.of_each_rank([backend.asarray(x) for x in leaves])
-        return fold_pairwise(self.merge, (tree.unflatten(structure, arrays) for arrays in ranks))
+        return fold_ranks(backend, collective, self.merge, _leaves, partial(tree.unflatten, structure), ranks)
 
     @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
@@ -288,6 +288,10 @@ def described(name: str, /, *arguments: str, **settings: Any) -> str:
     """
     keywords = [f"{key}={value}" for key, value in settings.items() if value is not None]
     return f"{name}({', '.join([*arguments, *keywords])})"
+
+
+def _leaves(value: Tree) -> list[Leaf]:
+    return tree.flatten(value)[0]
 
 
 def _common(trees: Sequence[Tree]) -> Tree:

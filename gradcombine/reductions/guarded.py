@@ -11,7 +11,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve, shape_of
 from gradcombine.errors import GradCombineError, invalid, operation, shown
-from gradcombine.pairwise import fold_pairwise
+from gradcombine.pairwise import fold_ranks
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.weights import parse
@@ -118,11 +118,14 @@ class Written(Reduction):
         backend = resolve([*leaves, collective.rank()])
         arrays = [backend.asarray(x) for x in leaves]
 
+        def arrays_of(merged: GuardedState) -> list[Array]:
+            return tree.flatten((merged.value, merged.count))[0]
+
         def rebuild(received: Sequence[Array]) -> GuardedState:
             value, count = tree.unflatten(structure, received)
             return state._replace(value=value, count=count)
 
-        return fold_pairwise(self.merge, map(rebuild, collective.of_each_rank(arrays)))
+        return fold_ranks(backend, collective, self.merge, arrays_of, rebuild, collective.of_each_rank(arrays))
 
     def _flatten(self, state: GuardedState, value: Tree) -> list[Leaf]:
         """Returns the leaves of a contribution; raises if it does not fit the state."""

@@ -13,7 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve
 from gradcombine.errors import invalid, not_of, within
-from gradcombine.pairwise import fold_pairwise
+from gradcombine.pairwise import fold_ranks
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described
 from gradcombine.reductions.cell import (
@@ -319,19 +319,22 @@ class Treewise(Reduction):
             values = [None if a is None else like(a) for a in flat.values]
             return flat.rebuild(state, values, like(state.weight), next(remaining))
 
+        def arrays_of(merged: State) -> list[Array]:
+            return [*self._flatten(merged).arrays(), *parts(merged.weight), merged.count]
+
         others = [*parts(state.weight), state.count]
         adds, wire = self.cell.additive and order == "sequential", None if collective.size() == 1 else self.wire
         if wire is None:
             bundle = [*arrays, *others]
             if adds:
                 return rebuild(collective.all_sum(bundle))
-            return fold_pairwise(self.merge, map(rebuild, collective.of_each_rank(bundle)))
+            return fold_ranks(backend, collective, self.merge, arrays_of, rebuild, collective.of_each_rank(bundle))
         if adds:
             return rebuild(exchange.all_sum(backend, collective, wire, paths, arrays, others, errors))
         # The path of None marks arrays that are sent uncompressed.
         narrow = [p if dtypes.kind(dtype_of(x)) == "float" else None for p, x in zip(paths, arrays, strict=True)]
         ranks = exchange.all_gather(backend, collective, wire, [*narrow, *(None for _ in others)], [*arrays, *others])
-        return fold_pairwise(self.merge, map(rebuild, ranks))
+        return fold_ranks(backend, collective, self.merge, arrays_of, rebuild, ranks)
 
     def _flatten(self, state: State) -> FlatState:
         if state.__class__ is not self.state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial, reduce
 from typing import Any
 
@@ -101,3 +102,53 @@ def test_empty_leaves_are_not_gathered(shape: tuple[int, ...]) -> None:
             assert {name: x.dtype for name, x in held.items()} == {name: dtypes[name] for name in held}
             assert all(x.shape == shape for name, x in held.items() if name != "full")
             assert "full" not in held or (held["full"] == 1).all()
+
+
+@pytest.mark.full
+def test_a_graph_traces_one_merge_per_replica() -> None:
+    """The seven merges of eight replicas are calls of one function."""
+    strategy, traced = mirrored(8), 0
+
+    def merge(a: Any, b: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return {"total": a["total"] - 2 * b["total"]}
+
+    reduction = gc.Reduction(
+        init=lambda like: {"total": np.zeros((), np.float32)},
+        update=lambda state, x, w: {"total": state["total"] + w * x},
+        merge=merge,
+        finalize=lambda state: state["total"],
+    )
+
+    def replica() -> Any:
+        over = gc.tf_replicas()
+        return gc.all_reduce(reduction, tf.cast(over.rank() + 1, tf.float32), over, order="tree")
+
+    results = tf.function(lambda: strategy.run(replica), autograph=False)()
+    assert traced == 8
+    # ((1 - 2 * 2) - 2 * (3 - 2 * 4)) - 2 * ((5 - 2 * 6) - 2 * (7 - 2 * 8)) = (-3 + 10) - 2 * (-7 + 18)
+    assert [x.numpy() for x in strategy.experimental_local_results(results)] == [-15] * 8
+
+
+@pytest.mark.full
+def test_autograph_leaves_the_library_as_it_is() -> None:
+    """A step under AutoGraph has the operations and bits of one without, in a list, over time and over replicas."""
+    strategy, mean = mirrored(2), reductions.mean()
+    data = [per_replica(strategy, lambda rank, i=i: np.float32([rank + i, 0.1 * i])) for i in range(3)]
+
+    def replica(values: Any) -> Any:
+        over, acc = gc.tf_replicas(), gc.accumulate(mean, every=3, order="tree")
+        state = acc.init(values[0])
+        for x in values:
+            state = acc.update(x, state)
+        listed = gc.combine(mean, values, [1, 2, 3], "tree")
+        return listed, acc.value(gc.merge_replicas(mean, state, over, "tree")), gc.all_reduce(mean, listed, over)
+
+    def run(autograph: bool) -> tuple[Any, Any]:
+        program = tf.function(lambda values: strategy.run(replica, (values,)), autograph=autograph)
+        nodes = program.get_concrete_function(data).graph.as_graph_def().node
+        results = [strategy.experimental_local_results(x) for x in program(data)]
+        return Counter(node.op for node in nodes), [[x.numpy().tobytes() for x in column] for column in results]
+
+    assert run(True) == run(False)
