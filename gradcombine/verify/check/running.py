@@ -100,6 +100,11 @@ class Result(NamedTuple):
             require_equal("{}, as in one batch", expected, form, path)
 
 
+def _is_counted(x: Any) -> bool:
+    """Whether a parameter is neither a float array nor a float that is a setting, such as a rate of dropout."""
+    return is_present(x) and not is_float(x) and not isinstance(x, float | complex)
+
+
 class Subject:
     """The step under test, with its parameters and batch.
 
@@ -116,9 +121,6 @@ class Subject:
     ) -> None:
         self.make_step, self.returns_params, self.reverse = make_step, returns_params, reverse
         self._params, self._params_structure = flattened(params)
-        for path, x in zip(self._params_structure.paths(), self._params, strict=True):
-            if returns_params and isinstance(x, float | complex):
-                raise invalid("arrays as parameters that the step returns (see eqx.partition)", repr(x), path)
         self.batch = batch
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None
@@ -174,7 +176,7 @@ class Subject:
     @property
     def integers(self) -> list[np.ndarray]:
         """Values of the other parameters, such as step counts and random keys."""
-        return [array_of(x) for x in self._params if is_present(x) and not is_float(x)]
+        return [array_of(x) for x in self._params if _is_counted(x)]
 
     def step(self, split: Split) -> Step:
         """Returns the cached step of a division."""
@@ -260,7 +262,7 @@ class Subject:
                 params = [as_framework_of(from_floats(next(values), x, wide), x) if is_float(x) else x for x in params]
         if counts is not None:
             integers = iter(counts)
-            pairs = [(next(integers, None) if is_present(x) and not is_float(x) else None, x) for x in params]
+            pairs = [(next(integers, None) if _is_counted(x) else None, x) for x in params]
             params = [x if y is None or not is_integers(x) else as_framework_of(y, x) for y, x in pairs]
         program = self.program(function, batch) if wide else None
         with wide_types(wide), np.errstate(all="ignore"):
@@ -345,11 +347,17 @@ class Subject:
         self._structure = self._structure or structure
         if structure != self._structure:
             raise tree.difference(self._structure, structure)
+        paths = list(structure.paths())
         present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_present(x)]
+        if self.returns_params:
+            fixed = {i: x for i, x in enumerate(self._params) if isinstance(x, float | complex)}
+            for i, x in present:
+                if i in fixed and np.any(np.complex64(x) != np.complex64(fixed[i])):  # a float32 constant
+                    raise invalid("an array as a parameter that the step changes", f"{fixed[i]}, then {x}", paths[i])
+            present = [(i, x) for i, x in present if i not in fixed]
         floats = [(i, x) for i, x in present if is_float_dtype(x.dtype)]
         if not floats:
             raise invalid("a step that returns float arrays", f"{len(leaves)} leaves, none of them float arrays")
-        paths = list(structure.paths())
         self.names = tuple(paths[i] or "(root)" for i, _ in floats)
         wide = [widened(x) for _, x in floats]
         if self.returns_params:

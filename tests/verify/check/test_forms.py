@@ -17,6 +17,7 @@ import tensorflow as tf
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
 from tests.verify.steps.dividing import part, parts
 
@@ -91,8 +92,8 @@ def in_place(right: bool) -> tuple[Any, Any]:
 
 
 def filtered(right: bool) -> tuple[Any, Any]:
-    """A step of equinox, whose modules have functions among their leaves."""
-    model = eqx.nn.MLP(6, 3, 5, 1, key=jax.random.key(0))
+    """A step of equinox, whose modules have functions and Python numbers among their leaves."""
+    model = eqx.nn.Sequential([eqx.nn.MLP(6, 3, 5, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.3, inference=True)])
     of_sum = eqx.filter_grad(lambda model, part: squares(jax.vmap(model)(part["x"]), part))
 
     def make_step(k: int) -> Any:
@@ -180,6 +181,15 @@ def donated(k: int) -> Any:
         return Keyed(state.params - sum(grads) / batch["mask"].sum(), jax.random.fold_in(state.key, 1))
 
     return step
+
+
+def test_a_python_float_that_a_step_changes_is_not_a_setting() -> None:
+    def make_step(k: int) -> Any:
+        return lambda state, batch: {"w": state["w"] - batch["x"].mean(0), "rate": state["rate"] / 2}
+
+    expected = r"leaf \['rate'\]: expected an array as a parameter that the step changes, received 0.25, then 0.125"
+    with pytest.raises(GradCombineError, match=expected):
+        check_step(make_step, {"w": np.zeros(6, np.float32), "rate": 0.25}, BATCH, returns="params")
 
 
 @pytest.mark.full
