@@ -9,7 +9,8 @@ Common arguments are arrays of NumPy, JAX or TensorFlow, eager or traced:
 
 - ``values``: one per token, of shape (..., T), a real float dtype.
 - ``mask``: of the same shape: bools, floats of 0 or 1, or integers from 0; 0 masks a token out. None: no token is
-  masked. Values of masked tokens, even NaN, have no effect and no gradient. Multiply ``values`` by weights of tokens:
+  masked. Values of masked tokens, even NaN, have no effect and a gradient of 0, which a function whose derivative is
+  NaN there, such as exp(NaN), turns into NaN: mask its argument, too. Multiply ``values`` by weights of tokens:
   a mask of other numbers, for instance one that is added to logits, raises, or makes a traced numerator NaN.
 - ``segments``: for packed rows, integers of the same shape, from 0 to T: the index of the sequence within its row, from
   1; 0 for padding. None: each row is one sequence.
