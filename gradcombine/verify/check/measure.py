@@ -389,8 +389,8 @@ class Measured:
         """
         if self.wide is None:
             return self.noise, self._accurate
-        base, others = self.wide.floats, [x.floats for x in self.columns if x is not None]
-        zeros = constant(base, others if self.subject.returns_params else [], self.gradients)
+        base, columns = self.wide.floats, self.columns if self.subject.returns_params else []
+        zeros = constant(base, [x.floats for x in columns if x is not None], self.gradients)
         with suppress(NotWide, NotFiniteError):
             for result in self._perturbed(True, UNIT64, 2 * SAMPLES):
                 pairs = zip(zeros, result.floats, base, strict=True)
