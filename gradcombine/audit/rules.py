@@ -94,6 +94,9 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         if number not in search.aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in dims:
             batch.add(node)
     repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
+    state = [flow.node(program.entry, x) for x in program.parameters if x.shapes and x.shapes[0].dims in dims]
+    # Without products, all devices repeat all work on gathered rows if none of them has a part of the state.
+    repeats_all = not search.products and all(flow.equality.classes(node) == 1 for node in state)
     moving = MOVING | {"select", "dynamic-update-slice"}
     for exchange in program.exchanges:
         if exchange.negligible or exchange.kind not in ("all-gather", "all-reduce"):
@@ -105,7 +108,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
             flow.opcode(x) in ("dynamic-update-slice", "select") for x in passed
         )
         # Row indices of a sharded table, and features over a model axis, are gathered on purpose: no work is repeated.
-        if (origin := passed & batch) and gathers and repeated & flow.reached(results):
+        if (origin := passed & batch) and gathers and (repeats_all or repeated & flow.reached(results)):
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
             yield Finding(
                 "batch-gathered",

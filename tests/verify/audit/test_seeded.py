@@ -163,3 +163,22 @@ def test_what_is_gathered_over_a_model_axis_repeats_no_work(split: P) -> None:
     report = audit(step, w, x)
     assert "all-gather" in {exchange.kind for exchange in report.exchanges}
     assert report.findings == []
+
+
+@pytest.mark.parametrize("split", [P(), P("data")], ids=["replicated", "sharded"])
+def test_gathered_rows_of_a_step_without_products(split: P) -> None:
+    """With a replicated table all devices look up all rows; rows of a sharded one are looked up where they are."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    def step(table: jax.Array, words: jax.Array) -> jax.Array:
+        def add(total: jax.Array, part: jax.Array) -> tuple[jax.Array, None]:
+            return total + jax.grad(lambda table: jnp.mean(jnp.tanh(table[part])))(table), None
+
+        return jax.lax.scan(add, jnp.zeros_like(table), words.reshape(4, -1, words.shape[1]))[0]
+
+    sharding = NamedSharding(mesh, split)
+    table = jax.ShapeDtypeStruct((1024, 128), jnp.float32, sharding=sharding)
+    words = jax.ShapeDtypeStruct((1024, 128), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    report = audit(jax.jit(step, out_shardings=sharding), table, words)
+    assert "all-gather" in {exchange.kind for exchange in report.exchanges}
+    assert ("batch-gathered" in {x.name for x in report.findings}) is (split == P())
