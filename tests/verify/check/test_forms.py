@@ -17,7 +17,6 @@ import tensorflow as tf
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
 from tests.verify.steps.dividing import part, parts
 
@@ -181,15 +180,6 @@ def donated(k: int) -> Any:
         return Keyed(state.params - sum(grads) / batch["mask"].sum(), jax.random.fold_in(state.key, 1))
 
     return step
-
-
-def test_a_python_float_that_a_step_changes_is_not_a_setting() -> None:
-    def make_step(k: int) -> Any:
-        return lambda state, batch: {"w": state["w"] - batch["x"].mean(0), "rate": state["rate"] / 2}
-
-    expected = r"leaf \['rate'\]: expected an array as a parameter that the step changes, received 0.25, then 0.125"
-    with pytest.raises(GradCombineError, match=expected):
-        check_step(make_step, {"w": np.zeros(6, np.float32), "rate": 0.25}, BATCH, returns="params")
 
 
 @pytest.mark.full

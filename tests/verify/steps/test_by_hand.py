@@ -102,7 +102,11 @@ def reshapes(sums: Any, p: Any, batch: Any, k: int) -> Any:
     [
         (defects.right, {"batch": {"a": np.ones((4, 2)), "b": np.ones(3)}}, "4 examples along the first axis"),
         (defects.right, {"batch": {"a": np.float32(1)}}, "a batch of two examples or more, received none"),
-        (defects.right, {"params": [0.5], "returns": "params"}, r"leaf \[0\]: expected arrays .* received 0.5"),
+        (
+            lambda sums, k: lambda p, batch: [p[0] / 2],
+            {"params": [0.5], "returns": "params"},
+            r"leaf \[0\]: expected an array as a parameter that the step changes, received 0.5, then 0.25",
+        ),
         (defects.right, {"microbatches": ()}, "numbers of microbatches"),
         (defects.right, {"microbatches": (1,), "devices": [1]}, "a division of the batch .* received one batch alone"),
         (defects.right, {"microbatches": (0,)}, "a number of microbatches"),
