@@ -66,3 +66,21 @@ def test_graphs_of_exact_sums_grow_by_what_takes_small_leaves_in_and_out() -> No
     most = {"update": 30, "finalize": 20, "merge": 30, "combine": 50}
     for name, call in calls.items():
         assert operations(call, 20) - operations(call, 10) <= 10 * most[name], name
+
+
+@pytest.mark.full
+def test_loops_of_exact_sums_are_traced_once_per_shape() -> None:
+    def loops(updates: int) -> int:
+        @tf.function(jit_compile=True, autograph=False)
+        def program(values: Any) -> Any:
+            state = reduction.init(values)
+            for _ in range(updates):
+                state = reduction.update(state, values)
+            return reduction.finalize(state)
+
+        graph = program.get_concrete_function([tf.ones(8), tf.ones(9)]).graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return sum("While" in node.op for node in nodes)
+
+    reduction = reductions.sum("exact")
+    assert loops(4) == loops(2) > 0

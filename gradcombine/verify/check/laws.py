@@ -250,7 +250,7 @@ def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
 
 def as_numpy(leaf: Any) -> np.ndarray:
     """A leaf as a NumPy array, which NumPy itself cannot make of TensorFlow's bfloat16 scalars."""
-    return np.asarray(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+    return np.asarray(resolve([leaf]).concrete(leaf))
 
 
 def _zeros(leaf: Any) -> np.ndarray:
