@@ -9,8 +9,9 @@ returns the division's result. A step that is cut off there returns gradients, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from math import gcd
@@ -24,7 +25,7 @@ from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.recorded import EQUALIZING, Recorded
-from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Subject
+from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 
 CUTS = 2
@@ -40,25 +41,26 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
     if case.standard.subject.framework == "torch":
         yield from import_module("gradcombine.verify.check.torch_steps").before_update(case)
         return
-    partial_cuts = list[tuple[Subject, list[int]]]()
+    partial_cuts = list[tuple[Callable[[], Standard], list[int]]]()
     for cuts in _cuts(case.standard, case.split):
-        for inner, others in _that_predict(case, cuts):
+        for length, others in _that_predict(case, cuts):
+            measure = partial(_up_to, case.standard, length, cuts.one.inside)
             if others:
-                partial_cuts.append((inner, others))
+                partial_cuts.append((measure, others))
             else:
-                yield from _measured(case, inner, others)
-    for inner, others in sorted(partial_cuts, key=lambda x: len(x[1])):
-        yield from _measured(case, inner, others)
+                yield from _measured(measure, others)
+    for measure, others in sorted(partial_cuts, key=lambda x: len(x[1])):
+        yield from _measured(measure, others)
 
 
-def _measured(case: Case, inner: Subject, others: list[int]) -> Iterator[tuple[Standard, list[int]]]:
+def _measured(measure: Callable[[], Standard], others: list[int]) -> Iterator[tuple[Standard, list[int]]]:
     """Yields the standard of a cut, which takes many runs, unless the cut cannot be run."""
     with suppress(NotWide, ValueError):
-        yield Standard(inner, case.standard.unit), others
+        yield measure(), others
 
 
-def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[Subject, list[int]]]:
-    """Yields the step up to each cut that predicts the result, and the leaves of the state that differ beside it."""
+def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[int, list[int]]]:
+    """Yields the length of each cut that predicts the result, and the leaves of the state that differ beside it."""
     standard, subject, one, divided = case.standard, case.standard.subject, cuts.one, cuts.divided
     try:
         values, divided_values = (subject.floats_of(x.values(), subject.batch, case.wide) for x in (one, divided))
@@ -77,7 +79,7 @@ def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[Subject, list[int]]]
             accounted = next((x for x in (range(count), moved) if case.accounts_for(predicted, 1, x)), None)
             if accounted is not None:
                 others = [i for i in range(count) if i not in accounted]
-                yield _up_to(subject, length, one.inside), others
+                yield length, others
         except (NotWide, ValueError):
             continue
 
@@ -169,7 +171,7 @@ def _hidden(standard: Standard, split: Split, cuts: Cuts) -> Iterator[tuple[Stan
         if not are_far(first, second, [noise[i] for i in at], HIDDEN * min(standard.unit, FLOAT32_UNIT)):
             continue
         try:
-            inner = Standard(_up_to(subject, length, one.inside), standard.unit)
+            inner = _up_to(standard, length, one.inside)
         except GradCombineError:  # gradients that are not finite, with or without perturbation
             standard.gradient_examined = False
             return
@@ -209,13 +211,22 @@ def _lengths(one: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]
     return sorted(by_inputs.values(), key=lambda length: sorted(one.shapes(one.inputs(length))) != sorted(shapes))
 
 
-def _up_to(subject: Subject, length: int, inside: bool) -> Subject:
-    """Returns the step that ends before its last operations and returns their inputs."""
+def _up_to(standard: Standard, length: int, inside: bool) -> Standard:
+    """Measures the step that ends before its last operations and returns their inputs."""
 
     def make_step(microbatches: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
-        return Recorded(subject, Split(microbatches, devices), inside).values(length)
+        return Recorded(standard.subject, Split(microbatches, devices), inside).values(length)
 
-    return Subject(make_step, subject.params, subject.batch, returns_params=False)
+    return measured_once(standard, (length, inside), make_step)
+
+
+def measured_once(standard: Standard, cut: Hashable, make_step: Callable[..., Step]) -> Standard:
+    """Measures the step up to a cut, once for all divisions."""
+    if cut not in standard.cuts:
+        subject = standard.subject
+        inner = Subject(make_step, subject.params, subject.batch, returns_params=False)
+        standard.cuts[cut] = Standard(inner, standard.unit)
+    return standard.cuts[cut]
 
 
 class Cuts(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache, cached_property, partial
 
 import numpy as np
@@ -50,6 +50,7 @@ class Standard(Measured):
     Attributes:
       terms: terms of the loss, if known.
       recorded: returns the recorded program of a division, outside or inside of shard_map.
+      cuts: the measured steps up to gradients that reach an optimizer, which all divisions share.
     """
 
     def __init__(self, subject: Subject, unit: float | None, terms: Terms | None = None) -> None:
@@ -57,6 +58,7 @@ class Standard(Measured):
         self._given_unit, self.terms = unit, terms
         self.recorded = cache(partial(Recorded, subject))
         self.elsewhere = cache(self._elsewhere)
+        self.cuts: dict[Hashable, Standard] = {}
 
     def at(self, subject: Subject) -> Standard:
         """Measures the step at other parameters, or on another batch."""

@@ -23,7 +23,7 @@ from gradcombine import tree
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case
-from gradcombine.verify.check.inner import HIDDEN, are_different, are_far
+from gradcombine.verify.check.inner import HIDDEN, are_different, are_far, measured_once
 from gradcombine.verify.check.leaves import ZERO, flattened, is_torch, widened
 from gradcombine.verify.check.measure import FLOAT32_UNIT, OBSERVED, Measured
 from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject, line
@@ -221,7 +221,7 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
             predicted = subject.run(ONE_BATCH, (subject.batch, divided), case.wide, steps(1).after(point)).floats
             leaves = [i for i, (path, _) in enumerate(subject.param_leaves) if _short(path) in divided]  # no buffers
             if case.accounts_for(predicted, 1, leaves or range(len(subject.param_leaves))):
-                yield Standard(inner, standard.unit), []
+                yield measured_once(standard, point, inner.make_step), []
         except (NotWide, ValueError):
             continue
 
@@ -241,7 +241,8 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         values, others, last_values = ([x[name] for name in one] for x in (one, divided, at_optimizer))
         noise, threshold = [0.0] * len(values), HIDDEN * min(standard.unit, FLOAT32_UNIT)
         standard.gradient_examined |= are_far(values, last_values, noise, threshold)
-        clipped = Standard(inner, standard.unit) if are_far(values, others, noise, threshold) else None
+        differs = are_far(values, others, noise, threshold)
+        clipped = measured_once(standard, CLIPPING, inner.make_step) if differs else None
         if clipped is not None and are_different(clipped, split):
             yield clipped, False
     except (NotWide, GradCombineError):
