@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-import ml_dtypes
 import numpy as np
 
 from gradcombine.errors import GradCombineError
@@ -30,14 +29,14 @@ from gradcombine.verify.check.case import (
 from gradcombine.verify.check.combinations import linear, repeated, scaled, scaled_apart
 from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
-from gradcombine.verify.check.leaves import flat, is_quantized, perturbation
+from gradcombine.verify.check.leaves import flat, is_quantized
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
+from gradcombine.verify.check.rounding import narrow, rounded
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.separate import beside_statistics, microbatches, neighbors, not_predicted
-from gradcombine.verify.check.standard import Standard, Terms, combined
-from gradcombine.verify.check.step_program import line_of, may_be_narrow
+from gradcombine.verify.check.standard import Standard, Terms
+from gradcombine.verify.check.step_program import line_of
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
-from gradcombine.verify.compare.ulp import rounding_unit
 
 
 def explain(standard: Standard, split: Split, native: Result) -> tuple[Cause, str, str]:
@@ -143,13 +142,6 @@ def _other_integers(case: Case) -> Iterator[tuple[bool, str]]:
         if np.any(a != b):
             at = np.unravel_index(np.argmax(a != b), a.shape)
             yield is_quantized(a), f"an integer in the result is {b[at]} instead of {a[at]}, in leaf {name}"
-
-
-def rounded(case: Case) -> Iterator[Prediction]:
-    """Compares the results in float64."""
-    equal = all(map(np.array_equal, case.result.integers, case.standard.best.integers))
-    if case.wide and equal and case.shares().max() <= 1:
-        yield Prediction(Cause.PRECISION, "in float64 it equals one batch, so its additions round too coarsely")
 
 
 def in_order(case: Case) -> Iterator[Prediction]:
@@ -320,51 +312,6 @@ def scattered(case: Case) -> Iterator[Prediction]:
         else:
             if count:
                 yield Prediction(Cause.SCATTER, f"{count} rows keep one contribution out of several {name}")
-
-
-NARROW = rounding_unit(np.dtype(ml_dtypes.bfloat16))
-"""Unit roundoff of the narrowest accumulators."""
-
-MIN_NARROW = 16
-"""Minimal number of elements beyond the rounding bound at which an accumulator is blamed."""
-
-CORRELATED = 0.9
-"""Correlation of two errors above which they are not due to rounding."""
-
-NEARBY = 2.0**-4
-"""Relative distance of inputs that round otherwise, but change smooth functions little."""
-
-
-def narrow(case: Case) -> Iterator[Prediction]:
-    """Tries 16-bit rounding in each element, uncorrelated with that of other numbers of microbatches or nearby inputs.
-
-    Excludes other causes: an added term such as weight decay does not shrink with an element's gradients, a change at
-    each microbatch is twice as large for twice as many microbatches, and others are smooth functions of the inputs.
-    """
-    standard, subject, (k, devices) = case.standard, case.standard.subject, case.split
-    columns = [x.floats for x in standard.columns if x is not None]
-    other = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices)
-    if other.microbatches < 2 or len(columns) < len(standard.units) or not may_be_narrow(subject, case.split):
-        return
-    one, weights, near = standard.best.floats, standard.estimated_weights, list[Floats]()
-    try:
-        second = subject.run(other, subject.batch).floats
-        for split in (case.split, ONE_BATCH):
-            noises = perturbation(0, NEARBY), perturbation(1, NEARBY)
-            near.append(subject.run(split, subject.batch, noise=noises[0], batch_noise=noises[1]).floats)
-    except GradCombineError:
-        return
-    c = np.full(len(columns), 1 / len(columns)) if weights is None else np.abs(weights)
-    sizes = flat(combined(c, [[np.abs(x) for x in floats] for floats in columns]))
-    allowed = np.repeat(2 * standard.allowed(False), [x.size for x in one])
-    error, *errors = (flat(x) - flat(y) for x, y in ((case.native.floats, one), (second, one), near))
-    correlations = [float(error @ x) / max(float(np.linalg.norm(error) * np.linalg.norm(x)), 1e-300) for x in errors]
-    if np.count_nonzero(np.abs(error) > allowed) < MIN_NARROW or max(correlations) > CORRELATED:
-        return
-    limits = [(2 * x.microbatches + 1) * NARROW * sizes + allowed for x in (case.split, other)]
-    if all(np.all(np.abs(x) <= limit) for x, limit in zip((error, errors[0]), limits, strict=True)):
-        size = f"{np.abs(error).max():.3g} at most, and {np.abs(errors[0]).max():.3g} with {other}"
-        yield Prediction(Cause.PRECISION, f"errors are within 16-bit rounding: {size}")
 
 
 HYPOTHESES: tuple[Hypothesis, ...] = (

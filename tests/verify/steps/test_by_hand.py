@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -69,6 +70,37 @@ def test_a_planted_defect_is_named(name: str) -> None:
     assert report.cause is cause, str(report)
     assert detail in report.faults[0].detail
     assert str(cause) in str(report)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("rounds", ["contributions", "sums"])
+def test_16_bit_accumulators_of_four_numbers_are_named(rounds: str, dtype: Any) -> None:
+    """Few elements are compared at several parameters; examples that are masked out have no result."""
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(16, 3)), "y": rng.normal(size=16), "mask": np.arange(16) % 4 != 3}
+    params = {"w": rng.normal(size=3), "b": rng.normal(size=())}
+
+    def cast(x: Any, k: int) -> Any:
+        return x if k == 1 else x.astype(dtype).astype(x.dtype)
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, b: Any) -> Any:
+            error = (b["x"] @ p["w"] + p["b"] - b["y"]) * b["mask"]
+            total = {"w": np.zeros_like(p["w"]), "b": np.zeros_like(p["b"])}
+            for rows in np.array_split(np.arange(len(error)), k):
+                terms = {"w": error[rows] @ b["x"][rows], "b": error[rows].sum()}
+                if rounds == "contributions":
+                    terms = {name: cast(x, k) for name, x in terms.items()}
+                total = {name: x + terms[name] for name, x in total.items()}
+                if rounds == "sums":
+                    total = {name: cast(x, k) for name, x in total.items()}
+            return {name: x / b["mask"].sum() for name, x in total.items()}
+
+        return step
+
+    report = check_step(make_step, jax.tree.map(np.float32, params), jax.tree.map(np.float32, batch))
+    assert report.cause is Cause.PRECISION, str(report)
+    assert "within 16-bit rounding" in report.faults[0].detail
 
 
 HARMLESS = (
