@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.protocol import Collective
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
@@ -24,7 +24,7 @@ class FedBackState(NamedTuple):
     """The state of the wrapped reduction, and the rounding errors of the last exchange.
 
     Attributes:
-      state: the state of the wrapped reduction; accumulators of a sum start from the residual of the previous window.
+      state: the state of the wrapped reduction, without the residual.
       residual: float32 arrays for the leaves that the wire compresses, None for others; they differ by replica. For a
         mean they are divided by the total weight of the window that they come from.
     """
@@ -37,11 +37,11 @@ class FedBackState(NamedTuple):
 def fed_back(reduction: Reduction) -> Reduction:
     """Adds the rounding errors of the wire to the next window of the same replica, for each leaf.
 
-    A window starts from the residual r of the previous one instead of 0. At its end the accumulators are
-    ``v = r + w_1 g_1 + ...``, the wire sends the rounded q(v), and the new residual is ``v - q(v)``. If the wire also
-    rounds the sum of a part, the replica that computes the sum keeps its rounding error. A mean keeps r as a part of
-    the mean, and adds ``W r`` at the end of a window of total weight W: the sum of the means over the windows is right
-    whatever they weigh, and a window of weight 0 leaves r as it is. This takes one more all-reduce, of a scalar.
+    At the end of a window, the residual r of the previous one is added to the accumulators: the wire sends the rounded
+    q(v) of ``v = w_1 g_1 + ... + r``, and the new residual is ``v - q(v)``. If the wire also rounds the sum of a part,
+    the replica that computes the sum keeps its rounding error. A mean keeps r as a part of the mean, and adds ``W r``
+    in a window of total weight W: the sum of the means over the windows is right whatever they weigh. This takes one
+    more all-reduce, of a scalar. A window that is not exchanged, or of weight 0, leaves r as it is.
 
     Args:
       reduction: `sum` or `mean` in precision ``"fast"``, with a ``wire`` that rounds to nearest.
@@ -85,9 +85,9 @@ class FedBack(Wrapper):
 
     def init(self, like: Tree) -> State:
         state = self.of.init(like)
-        return FedBackState(state, self._zeros(state))
+        return FedBackState(state, self._no_residuals(state))
 
-    def _zeros(self, state: TreewiseState) -> Tree:
+    def _no_residuals(self, state: TreewiseState) -> Tree:
         structure, wire = tree.flatten(state.dtypes, tree.is_static)[1], self.of.wire
         assert wire is not None
         accumulators = tree.split_as(structure, state.value)
@@ -95,8 +95,7 @@ class FedBack(Wrapper):
         def zeros(path: str, a: Any) -> Any:
             if isinstance(a, tree.Static) or wire.keeps(path, tuple(a.shape)):
                 return None
-            backend = resolve([a])
-            return backend.full(backend.shape(a), -0.0, dtypes.FLOAT32, [a])
+            return _no_residual(resolve([a]), a)
 
         return tree.unflatten(structure, map(zeros, structure.paths(), accumulators))
 
@@ -118,56 +117,59 @@ class FedBack(Wrapper):
         return self.of.finalize(self.require(state).state)
 
     def clear(self, state: State) -> State:
-        """An empty window, which keeps the residual; a sum starts from it."""
+        """An empty window, which keeps the residual."""
         empty = self.of.clear(self.require(state).state)
-        if self.of.divides:
-            return FedBackState(empty, state.residual)
-        return FedBackState(_plus(empty, state.residual, lambda a, x: x), self._zeros(empty))
+        tree.require_alike(self._no_residuals(empty), state.residual)
+        return FedBackState(empty, state.residual)
 
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         if order != "sequential":
             raise invalid("order 'sequential' for residuals", order)
-        self.require(state)
-        if not self.of.divides:
-            return self._exchanged(state, collective)
+        leaves, structure = tree.flatten(self.require(state).residual)
         backend = resolve([*tree.flatten(state)[0], collective.rank()])
-        weights = [backend.asarray(x) for x in parts(state.state.weight)]
-        total = backend.cast(reduce(backend.add, collective.all_sum(weights)), dtypes.FLOAT32)
-        of_window = _plus(state.state, state.residual, lambda a, x: backend.add(a, backend.scale(x, total)))
-        merged = self._exchanged(FedBackState(of_window, self._zeros(of_window)), collective)
         zero, one, infinity = (backend.full((), x, dtypes.FLOAT32) for x in (0, 1, np.inf))
-        is_weight = (total > zero) & (total < infinity)
-        divisor = backend.where(is_weight, total, one)
-        (old, structure), (new, _) = tree.flatten(state.residual), tree.flatten(merged.residual)
-        residual = [
-            None if x is None else backend.where(is_weight, backend.divide(y, divisor), x)
-            for x, y in zip(old, new, strict=True)
-        ]
-        return merged._replace(residual=tree.unflatten(structure, residual))
 
-    def _exchanged(self, state: FedBackState, collective: Collective) -> FedBackState:
-        """The merged state of all replicas, with the rounding errors of this one."""
-        errors: list[Array] = []
-        merged = self.of.all_merge(state.state, collective, "sequential", errors)
-        leaves, structure = tree.flatten(state.residual)
-        if not errors:  # a single replica, which sends nothing
-            return state._replace(state=merged)
+        def counted(weights: Sequence[Array]) -> tuple[Array, Array]:
+            total = backend.cast(reduce(backend.add, weights), dtypes.FLOAT32)
+            return total, (total > zero) & (total < infinity)
+
+        divisor, errors = one, list[Array]()
+        if self.of.divides:
+            total, is_weight = counted(collective.all_sum([backend.asarray(x) for x in parts(state.state.weight)]))
+            divisor = backend.where(is_weight, total, one)
+
+        def added(a: Any, x: Any) -> Any:
+            if x is None:
+                return a
+            return backend.add(a, backend.cast(backend.scale(x, divisor) if self.of.divides else x, dtype_of(a)))
+
+        accumulators = map(added, tree.split_as(structure, state.state.value), leaves)
+        of_window = state.state._replace(value=tree.unflatten(structure, accumulators))
+        merged = self.of.all_merge(of_window, collective, "sequential", errors)
+        _, is_weight = counted([backend.asarray(x) for x in parts(merged.weight)])
         remaining = iter(errors)
-        return FedBackState(merged, tree.unflatten(structure, [None if x is None else next(remaining) for x in leaves]))
+
+        def left(x: Array) -> Array:
+            error = next(remaining) if errors else _no_residual(backend, x)  # a single replica sends nothing
+            return backend.where(is_weight, backend.divide(error, divisor) if self.of.divides else error, x)
+
+        return FedBackState(merged, tree.unflatten(structure, [None if x is None else left(x) for x in leaves]))
 
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         raise invalid("a window, whose state keeps the residual", "all_reduce")
 
 
-def _plus(state: TreewiseState, residual: Tree, add: Callable[[Array, Array], Array]) -> TreewiseState:
-    """The state with ``add(accumulator, residual)`` in place of each accumulator with a residual."""
-    leaves, structure = tree.flatten(residual)
-    accumulators = tree.split_as(structure, state.value)
+def _no_residual(backend: Backend, like: Array) -> Array:
+    return backend.full(backend.shape(like), -0.0, dtypes.FLOAT32, [like])
 
-    def added(a: Any, x: Any) -> Any:
-        return a if x is None else add(a, resolve([x, a]).cast(x, dtype_of(a)))
 
-    return state._replace(value=tree.unflatten(structure, map(added, accumulators, leaves)))
+def emptied(reduction: Reduction, state: State) -> State:
+    """An empty state for another replica: without the residuals, which ``clear`` keeps."""
+    leaves, structure = tree.flatten(reduction.clear(state))
+    held = [i for i in residuals(state) if leaves[i] is not None]
+    for i in held:
+        leaves[i] = _no_residual(resolve([leaves[i]]), leaves[i])
+    return tree.unflatten(structure, leaves)
 
 
 def residuals(state: State) -> list[int]:

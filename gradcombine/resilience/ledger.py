@@ -27,6 +27,7 @@ from gradcombine.errors import (
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.feedback import emptied
 from gradcombine.reductions.numbered import NumberedState, ranges
 from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
@@ -193,7 +194,7 @@ def merge_held(
     if len(states) > slots:
         raise invalid(f"at most {slots} states, as assigned", len(states))
     windows = [whole_window(reduction, x) if isinstance(x, AccumulateState) else x for x in states]
-    windows += [reduction.clear(windows[0])] * (slots - len(windows))
+    windows += [emptied(reduction, windows[0])] * (slots - len(windows))
     if order == "tree":
         merged = _merge_in_logical_order(reduction, windows, locations, over)
     else:

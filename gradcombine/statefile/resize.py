@@ -11,6 +11,7 @@ from gradcombine.pairwise import fold_pairwise
 from gradcombine.places import binary_counter
 from gradcombine.places.time import depth_of, is_begun, position, require_state, require_state_of, whole_window
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.feedback import emptied
 from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State
 
@@ -132,7 +133,7 @@ def _merge_windows(
 def _merged(reduction: Reduction, group: list[State], like: State) -> State:
     if group:
         return fold_pairwise(reduction.merge, group)
-    return reduction.clear(reduction.clear(like))  # twice: `fed_back` begins a window with the previous one's error
+    return emptied(reduction, like)
 
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:

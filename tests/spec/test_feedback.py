@@ -88,7 +88,7 @@ def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:
         left = of_mean = [np.zeros(SHAPE, np.float32)] * n
         for window, weight in enumerate(WEIGHTS):
             pairs = [(x["w"][2 * window], x["w"][2 * window + 1]) for x in data]
-            inputs = [r + x + y for r, (x, y) in zip(left, pairs, strict=True)]
+            inputs = [x + y + r for r, (x, y) in zip(left, pairs, strict=True)]
             total, left = exchanged(WIRES[name], inputs, in_parts=n > 2)
             weights = np.float32(2 * n * weight)
             inputs = [(x + y) * np.float32(weight) + r * weights for r, (x, y) in zip(of_mean, pairs, strict=True)]
@@ -102,20 +102,47 @@ def test_nothing_is_lost(replicated: modes.Mode, n: int) -> None:
 
 
 @pytest.mark.needs("jax")
-def test_a_window_of_weight_0_leaves_the_residual() -> None:
+@pytest.mark.parametrize("reduction", [FED["bfloat16"], MEANS["bfloat16"]], ids=["sum", "mean"])
+def test_a_window_of_weight_0_leaves_the_residual(reduction: gc.Reduction) -> None:
     import jax
 
-    acc, over = gc.accumulate(MEANS["bfloat16"], every=1), gc.jax_axis("data")
+    acc, over = gc.accumulate(reduction, every=1), gc.jax_axis("data")
 
     def two_windows(x: Any) -> Any:
-        first = gc.merge_replicas(MEANS["bfloat16"], acc.update(x, acc.init(x)), over)
-        second = gc.merge_replicas(MEANS["bfloat16"], acc.update(x, first, 0), over)
+        first = gc.merge_replicas(reduction, acc.update(x, acc.init(x)), over)
+        second = gc.merge_replicas(reduction, acc.update(x, first, 0), over)
         return [state.levels[0].residual for state in (first, second)], acc.value(second)
 
     grads = np.random.default_rng(1).standard_normal((2, 3, 5)).astype(np.float32)
     (first, second), value = jax.jit(jax.vmap(two_windows, axis_name="data"))(grads)
     assert np.any(first) and not np.any(value)
     np.testing.assert_array_equal(second, first)
+
+
+@pytest.mark.needs("optax")
+@pytest.mark.parametrize("reduction", [FED["bfloat16"], MEANS["bfloat16"]], ids=["sum", "mean"])
+def test_a_skipped_window_leaves_the_residual(reduction: gc.Reduction) -> None:
+    """Two replicas contribute 257 and 0, of which bfloat16 sends 256; 257 + 1 is sent exactly."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from gradcombine.integrations.optax import accumulate, skip_not_finite
+
+    tx = accumulate(optax.sgd(1.0), every=1, over=gc.jax_axis("data"), reduction=reduction, skip=skip_not_finite())
+
+    def three_windows(x: Any) -> Any:
+        params, state = jnp.zeros(SHAPE), tx.init(jnp.zeros(SHAPE))
+        for factor in (1, np.nan, 1):
+            updates, state = tx.update(x * factor, state, params, weight=1)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    grads = np.zeros((2, *SHAPE), np.float32)
+    grads[0] = 257
+    replicas = 1 if reduction is FED["bfloat16"] else 2
+    params = jax.jit(jax.vmap(three_windows, axis_name="data"))(grads)
+    np.testing.assert_array_equal(params, np.full((2, *SHAPE), -(256 + 258) / replicas, np.float32))
 
 
 def one_replica(rank: int) -> Any:
@@ -133,11 +160,11 @@ def test_a_residual_moves_to_other_replicas(replicas: int) -> None:
     acc = gc.accumulate(FED["8 bits"], every=-(-4 // replicas))
     states = statefile.resize(FED["8 bits"], [one_replica(rank) for rank in range(4)], replicas, full=True)
     begun = [acc.update(np.zeros(SHAPE, np.float32), state) for state in states]
-    total = sum(state.levels[0].state.value for state in begun)
+    total = sum(state.levels[0].residual + state.levels[0].state.value for state in begun)
     np.testing.assert_array_equal(total, np.full(SHAPE, (1 + 2 + 3 + 4) / 16, np.float32))
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 6])
 def test_a_residual_of_a_mean_moves_to_other_replicas(replicas: int) -> None:
     """The next window, of weight 2 on each replica, adds all residuals to its mean."""
     reduction = MEANS["8 bits"]
@@ -153,6 +180,7 @@ def test_a_residual_of_a_mean_moves_to_other_replicas(replicas: int) -> None:
         np.testing.assert_array_equal(merged.levels[0].residual, zeros)
 
 
+@pytest.mark.parametrize("fed", [FED["8 bits"], MEANS["8 bits"]], ids=["sum", "mean"])
 @pytest.mark.parametrize(
     "around",
     [
@@ -163,8 +191,10 @@ def test_a_residual_of_a_mean_moves_to_other_replicas(replicas: int) -> None:
     ],
     ids=["numbered", "measured", "per_leaf", "both"],
 )
-def test_a_new_replica_has_no_residual_of_an_old_one(around: Callable[[gc.Reduction], gc.Reduction]) -> None:
-    reduction = around(FED["8 bits"])
+def test_a_new_replica_has_no_residual_of_an_old_one(
+    around: Callable[[gc.Reduction], gc.Reduction], fed: gc.Reduction
+) -> None:
+    reduction = around(fed)
     x = {"a": np.full(SHAPE, 3, np.float32)}
     value = gc.reductions.Numbered(x, 0) if reduction.microbatches is not None else x
     state = reduction.update(reduction.init(x), value)
@@ -194,6 +224,17 @@ def test_a_window_after_an_exact_exchange_begins_with_minus_0(n: int) -> None:
 
     grads = np.arange(1, 1 + n * 6).reshape(n, 2, 3).astype(np.float32) % 8 + 1
     assert np.signbit(jax.jit(jax.vmap(two_windows, axis_name="data"))(grads)).all()
+
+
+@pytest.mark.parametrize("reduction", [FED["8 bits"], MEANS["8 bits"]], ids=["sum", "mean"])
+def test_an_unassigned_slot_of_a_replica_has_no_residual(reduction: gc.Reduction) -> None:
+    """A replica of two logical replicas holds one; the merged window adds its residual once."""
+    state = reduction.update(reduction.init(np.zeros(SHAPE, np.float32)), np.ones(SHAPE, np.float32))
+    state = state._replace(residual=np.full(SHAPE, 3, np.float32))
+    other = reduction.init(np.zeros(SHAPE, np.float32))
+    merged = [gc.ledger.merge_held(reduction, x, [[0, 1]], over=gc.LOCAL) for x in ([state], [state, other])]
+    for x in merged:
+        np.testing.assert_array_equal(reduction.finalize(x), np.full(SHAPE, 4, np.float32))
 
 
 def test_a_residual_is_saved(tmp_path: Path) -> None:
@@ -239,6 +280,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "the canonical order": lambda: gc.merge_replicas(FED["8 bits"], one_replica(0), gc.LOCAL, order="tree"),
     "a residual of another tree": lambda: gc.check_state(
         FED["8 bits"], one_replica(0).levels[0]._replace(residual=None)
+    ),
+    "a residual of another tree, of a mean": lambda: gc.check_state(
+        MEANS["8 bits"], MEANS["8 bits"].init(np.ones(SHAPE, np.float32))._replace(residual=np.ones(3, np.float32))
     ),
     "a residual of another wire": lambda: FED["bfloat16"].merge(
         FED["bfloat16"].init({"b": np.zeros(3, np.float32)}), FED["8 bits"].init({"b": np.zeros(3, np.float32)})
@@ -308,7 +352,7 @@ def test_a_training_step_keeps_the_residual() -> None:
     )(data)
     left = [np.zeros(SHAPE, np.float32)] * n
     for window, updates in enumerate((first, second)):
-        inputs = [r + x[2 * window] + x[2 * window + 1] for r, x in zip(left, data, strict=True)]
+        inputs = [x[2 * window] + x[2 * window + 1] + r for r, x in zip(left, data, strict=True)]
         total, left = exchanged(WIRES["8 bits"], inputs, in_parts=True)
         np.testing.assert_array_equal(updates, np.stack([-total] * n))
     np.testing.assert_array_equal(residual, np.stack(left))
