@@ -237,6 +237,19 @@ def test_an_unassigned_slot_of_a_replica_has_no_residual(reduction: gc.Reduction
         np.testing.assert_array_equal(reduction.finalize(x), np.full(SHAPE, 4, np.float32))
 
 
+@pytest.mark.needs("optax")
+def test_a_step_by_requests_refuses_residuals() -> None:
+    import jax.numpy as jnp
+    import optax
+
+    from gradcombine.integrations.jax import request_step
+
+    step = request_step(lambda w, x: (w * x[0]).mean(), optax.sgd(1.0), microbatches=2, reduction=MEANS["8 bits"])
+    state = step.init({"a": jnp.zeros(SHAPE)})
+    with pytest.raises(gc.GradCombineError, match="request_step: expected a reduction without error feedback"):
+        step.forward_backward(state, jnp.ones((1, *SHAPE)), slot="a", number=0)
+
+
 def test_a_residual_is_saved(tmp_path: Path) -> None:
     state, path, like = one_replica(2), tmp_path / "window.npz", np.zeros(SHAPE, np.float32)
     statefile.save(path, FED["8 bits"], state)

@@ -20,6 +20,7 @@ from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.step_functions import StepMetrics, holds_aux, microbatch, optimize
 from gradcombine.integrations.jax.training_step import compile_step
 from gradcombine.places.window import Window
+from gradcombine.reductions.feedback import require_none
 from gradcombine.settings import UNTIL_FLUSH
 from gradcombine.types import AccumulateState, Array, Scalar, State, Tree
 
@@ -127,6 +128,7 @@ class RequestPrograms:
             added = microbatch(self.objective, loss_args, kwargs, index, number * over.size() + over.rank())
             window = self.window("aux" in added.parts)
             held = window_of(local[0]) if local else window.init(added.parts)
+            require_none(held.levels)
             return (), window.contribute(held, added.parts, added.weight).levels[0], None
 
         return self.objective.on_replicas(on_one, [params, *batch], kwargs, (index, number), nodes)[1]
