@@ -18,6 +18,7 @@ from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import (
     apply_updates,
     as_arrays,
+    explain_rejection,
     optimized,
     place_beside,
     require_carry,
@@ -163,7 +164,8 @@ def part_specs(
     traced = loss_args, kwargs
     if unbound(objective.over) is not None:  # outside of the mapped function, the loss cannot take sharded arguments
         traceable, traced = dataclasses.replace(objective, over=gc.LOCAL), jax.tree.map(_unsharded, traced)
-    parts = jax.eval_shape(lambda args, kw: traceable.contribution(args, kw).parts, *traced)
+    with explain_rejection(*traced):
+        parts = jax.eval_shape(lambda args, kw: traceable.contribution(args, kw).parts, *traced)
     return specs | ({"aux": with_mesh_of(parts["aux"], (loss_args, kwargs))} if "aux" in parts else {})
 
 

@@ -389,6 +389,11 @@ def test_a_failed_call_damages_no_state(options: dict[str, Any], state: Any, mes
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, given)))
 
 
+def test_an_example_that_is_no_array_is_named() -> None:
+    with pytest.raises(gc.GradCombineError, match=r"^train_step: leaf \[0\]\[1\]\['f'\]: expected .*arrays.*tanh"):
+        train_step(linear, NEGATE).init(start(), {"f": jnp.tanh})
+
+
 def test_a_carry_is_asked_for_and_refused() -> None:
     with pytest.raises(gc.GradCombineError, match="expected no carry, received int"):
         train_step(linear, NEGATE).init(start(), carry=3)
