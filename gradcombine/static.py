@@ -15,10 +15,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from gradcombine.backends.registry import is_absent, owner
-from gradcombine.errors import invalid
-from gradcombine.types import Leaf
-
 
 class Static:
     """Base class of the constants.
@@ -86,15 +82,3 @@ def _constant(
 
 is_static: Callable[[Any], bool] = Static.__instancecheck__
 """Whether a node is a constant."""
-
-
-def static_of(leaf: Leaf, with_shape: bool = False) -> Any:
-    """The constant for the dtype (and the shape) of a leaf, or for "no gradient"."""
-    if leaf is None:
-        return static_absence()
-    backend = owner(leaf)
-    if backend is None:
-        raise invalid("an array, a number or None", type(leaf).__name__)
-    if is_absent(leaf):
-        return static_absence(backend.shape(leaf))
-    return static_dtype(backend.dtype(leaf), backend.shape(leaf) if with_shape else None)

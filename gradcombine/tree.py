@@ -33,7 +33,6 @@ from gradcombine.static import (  # noqa: F401 (pickled states refer to them by 
     is_static,
     static_absence,
     static_dtype,
-    static_of,
     static_rows,
 )
 from gradcombine.types import Array, Leaf, Tree
@@ -230,6 +229,18 @@ def _take(expected: Structure, node: Tree, subtrees: list[Tree]) -> None:
         except GradCombineError as error:
             error.within(expected.form.format(name))
             raise
+
+
+def static_of(leaf: Leaf, with_shape: bool = False) -> Any:
+    """The constant for the dtype (and the shape) of a leaf, or for "no gradient"."""
+    if leaf is None:
+        return static_absence()
+    backend = owner(leaf)
+    if backend is None:
+        raise invalid("an array, a number or None", type(leaf).__name__)
+    if is_absent(leaf):
+        return static_absence(backend.shape(leaf))
+    return static_dtype(backend.dtype(leaf), backend.shape(leaf) if with_shape else None)
 
 
 def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
