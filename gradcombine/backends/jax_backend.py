@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import checkify, sparse
 from jax.sharding import NamedSharding
 
-from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Iteration, Kernel, RowSlices, Split, ToArrays, primitive
 from gradcombine.backends.quotient import rounded_quotient
@@ -288,6 +287,21 @@ def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[A
     for i, other in zip(positions, others, strict=True):
         result[i] = other
     return result
+
+
+def varying(leaf: Leaf) -> frozenset[str]:
+    """The manual mesh axes over which an array or spec may vary, according to shard_map's types (vma)."""
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+    if jax.__version_info__ < (0, 10):
+        return getattr(aval, "vma", None) or frozenset()
+    axes = getattr(aval, "manual_axis_type", None)
+    return frozenset() if axes is None else axes.varying
+
+
+def vary(array: Array, names: Collection[str]) -> Array:
+    """Marks an array as varying over these mesh axes as well."""
+    missing = tuple(name for name in names if name not in varying(array))
+    return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def _vary_alike(like: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcombine.backends.jax_versions import all_gather, vary, varying
+from gradcombine.backends.jax_backend import vary, varying
+from gradcombine.backends.jax_versions import all_gather
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array

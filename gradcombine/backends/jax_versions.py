@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import eval_context
 from jax.interpreters import ad
 
-from gradcombine.types import Array, Leaf
+from gradcombine.types import Array
 
 if jax.__version_info__ >= (0, 10):
     from jax.extend.core import get_opaque_trace_state
@@ -25,21 +25,6 @@ with eval_context():
 def is_transformed() -> bool:
     """Whether a JAX transformation is active, even if no argument is a tracer."""
     return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
-
-
-def varying(leaf: Leaf) -> frozenset[str]:
-    """The manual mesh axes over which an array or spec may vary, according to shard_map's types (vma)."""
-    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
-    if jax.__version_info__ < (0, 10):
-        return getattr(aval, "vma", None) or frozenset()
-    axes = getattr(aval, "manual_axis_type", None)
-    return frozenset() if axes is None else axes.varying
-
-
-def vary(array: Array, names: Collection[str]) -> Array:
-    """Marks an array as varying over these mesh axes as well."""
-    missing = tuple(name for name in names if name not in varying(array))
-    return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[Callable[[str], Any], Any]:

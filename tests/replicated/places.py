@@ -10,7 +10,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine import GradCombineError, replicated
-from gradcombine.backends.jax_versions import varying
+from gradcombine.backends.jax_backend import varying
 from tests.replicated.observed import Case
 from tests.replicated.replay import Place, replay
 

@@ -17,8 +17,8 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import in_words
 from gradcombine.errors import invalid, operation, require_equal, require_integer, require_type
 from gradcombine.integrations.jax.arrays import apply_updates, optimized, require_transformation
+from gradcombine.integrations.jax.jax_window import run_if
 from gradcombine.integrations.jax.on_replicas import mark_varying, require_jax_collective
-from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.places.fragments import divided, due
 from gradcombine.places.window import require_condition
 from gradcombine.reductions import dtypes

@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 
 from gradcombine import reductions
-from gradcombine.backends.jax_backend import BACKEND
+from gradcombine.backends.jax_backend import BACKEND, varying
 from gradcombine.backends.jax_collective import JaxAxis
-from gradcombine.backends.jax_versions import varying, vjp_by_name
+from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.protocol import Collective
 from gradcombine.denominators import Terms
 from gradcombine.errors import invalid, require_given, require_one, require_tuple, translate_errors, type_name
 from gradcombine.integrations.jax.arrays import as_arrays, examples
+from gradcombine.integrations.jax.jax_window import ReplicatedWindow
 from gradcombine.integrations.jax.loss import (
     Form,
     Loss,
@@ -32,7 +33,7 @@ from gradcombine.integrations.jax.loss import (
     require_no_mean_of_ratios,
     require_roles,
 )
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying, on_replicas, require_jax_collective
+from gradcombine.integrations.jax.on_replicas import mark_varying, on_replicas, require_jax_collective
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -16,18 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.backends.jax_collective import JaxAxis
-from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid
-from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import AccumulateState, Array, Leaf, State, Tree
-
-SEPARATE_BYTES = 30 * 2**20
-"""Bytes per replica from which XLA all-reduces an array on its own on GPUs, in place if nothing reads it again.
-
-Smaller arrays are copied into a common buffer first, so that the originals stay intact.
-"""
+from gradcombine.types import Array, Leaf, State, Tree
 
 
 def unbound(over: Collective) -> JaxAxis | None:
@@ -191,55 +182,10 @@ def is_sharded(over: JaxAxis, params: Tree) -> bool:
     return any(set(over.names) & set(axes_of(entry)) for spec in specs for entry in spec)
 
 
-@dataclass(frozen=True)
-class ReplicatedWindow(Window):
-    """A window that merges the replicas of a mesh axis even if no surrounding transformation binds it.
-
-    Attributes:
-      params: the parameters, as for `finalized`.
-    """
-
-    params: Tree = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_jax_collective(self.over)
-
-    def may_overwrite(self, array: Array) -> bool:
-        if not isinstance(self.over, JaxAxis):
-            return False
-        if self.over.is_bound():
-            return array.nbytes >= SEPARATE_BYTES
-        # The first axis is that of the replicas. For sharded parameters, see `finalized`.
-        return array.nbytes >= SEPARATE_BYTES * array.shape[0] and not is_sharded(self.over, self.params)
-
-    def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
-        if unbound(self.over) is None:
-            return super().exchanged(state, taken)
-
-        def merge(counters: Tree, batch: Tree, levels: Tree) -> tuple[State, list[Array]]:
-            return self.merged(AccumulateState(levels, *counters), taken)
-
-        counters = state.step, state.index
-        merged, arrays = on_replicas(self.over, merge, counters, local=state.levels)
-        return finalized(self.over, self.reduction, merged, self.params), arrays
-
-
 def mark_varying(over: Collective, values: Tree) -> Tree:
     """Marks the leaves as varying over replicas; gradients with respect to them are then not summed over replicas."""
     arrays, structure = jax.tree.flatten(values)
     return jax.tree.unflatten(structure, over.mark_varying(arrays))
-
-
-def align(values: Tree, specs: Tree) -> Tree:
-    """Marks values as varying over the axes of their specs, as the carry of a scan or conditional requires."""
-    return jax.tree.map(lambda value, spec: vary(value, varying(spec)), values, specs)
-
-
-def is_aligned(values: Tree, specs: Tree) -> bool:
-    """Whether `align` would change nothing."""
-    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs), strict=True)
-    return all(varying(spec) <= varying(value) for value, spec in pairs)
 
 
 def _with_single_reader(mesh: Mesh | AbstractMesh, x: Array) -> Array:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Wrapped
 
+from gradcombine.integrations.jax.jax_window import run_if
 from gradcombine.integrations.jax.objective import Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas
-from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.step_functions import StepMetrics, holds_aux, microbatch, optimize
 from gradcombine.integrations.jax.training_step import compile_step
 from gradcombine.places.window import Window

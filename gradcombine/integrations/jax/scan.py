@@ -17,9 +17,10 @@ from gradcombine import tree
 from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry, with_jax_arrays
+from gradcombine.integrations.jax.jax_window import align, is_aligned
 from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
 from gradcombine.integrations.jax.objective import Contribution, Objective
-from gradcombine.integrations.jax.on_replicas import align, axes_of, finalized, is_aligned, mark_varying
+from gradcombine.integrations.jax.on_replicas import axes_of, finalized, mark_varying
 from gradcombine.places.time import whole_window
 from gradcombine.reductions.adding import Added
 from gradcombine.reductions.algebra import Reduction, Wrapper

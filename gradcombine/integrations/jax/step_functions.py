@@ -24,10 +24,10 @@ from gradcombine.integrations.jax.arrays import (
     require_carry,
     require_tree,
 )
+from gradcombine.integrations.jax.jax_window import run_if
 from gradcombine.integrations.jax.loss import batch_positions, folded_key
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, unbound, with_mesh_of
-from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions import dtypes

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine import tree
-from gradcombine.backends.jax_backend import BACKEND
+from gradcombine.backends.jax_backend import BACKEND, vary, varying
 from gradcombine.backends.jax_collective import JaxAxis
-from gradcombine.backends.jax_versions import vary, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import invalid, operation, require_equal, require_type, translate_errors

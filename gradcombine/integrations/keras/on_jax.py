@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.jax_versions import is_transformed
-from gradcombine.integrations.jax.run_if import run_if
+from gradcombine.integrations.jax.jax_window import run_if
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.integrations.keras_optimizers import has_several, without_update
 from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree

@@ -23,8 +23,8 @@ from gradcombine.integrations.jax.arrays import (
     place_beside,
     require_transformation,
 )
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_varying
-from gradcombine.integrations.jax.run_if import conditional, run_if
+from gradcombine.integrations.jax.jax_window import ReplicatedWindow, conditional, run_if
+from gradcombine.integrations.jax.on_replicas import mark_varying
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
 from gradcombine.places.time import require_state

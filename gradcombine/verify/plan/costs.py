@@ -18,7 +18,7 @@ from gradcombine.audit.program import Program
 from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import Bound, bounds
 from gradcombine.errors import GradCombineError, invalid
-from gradcombine.integrations.jax import run_if, value_and_grad
+from gradcombine.integrations.jax import jax_window, value_and_grad
 from gradcombine.types import Tree
 from gradcombine.verify.plan.problem import Problem, plain
 from gradcombine.verify.plan.programs import Part, code, programs, split_specs
@@ -103,7 +103,7 @@ def _bytes(number: str, unit: str) -> int:
     return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
-RUN_IF = run_if.__file__
+RUN_IF = jax_window.__file__
 """Source file of the conditionals at the boundary of a window."""
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import Loss, LossOutput, on_replicas, train_step, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, jax_window, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate, map_replicas
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.integrations.jax.replicas import collectives, grid
@@ -132,7 +132,7 @@ def product(w: Any, x: Any) -> Any:
 )
 def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Integer inputs make the sums exact; the last window is partial."""
-    monkeypatch.setattr(on_replicas, "SEPARATE_BYTES", 64)  # the all-reduce reuses the buffer of the window's matrix
+    monkeypatch.setattr(jax_window, "SEPARATE_BYTES", 64)  # the all-reduce reuses the buffer of the window's matrix
     on, spec = grid(kind), SPECS[at]
     step = train_step(product, optax.sgd(1.0, momentum=0.5), every=3, over=OVER, order=order)
     xs = RNG.integers(-8, 9, (5, 16, 8)).astype(np.float32)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax import Loss, LossOutput, TrainState, on_replicas, train_step
+from gradcombine.integrations.jax import Loss, LossOutput, TrainState, jax_window, train_step
 from tests.integrations.jax.replicas import (
     AXIS,
     GRADS,
@@ -68,12 +68,12 @@ def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, form: 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("check_vma", "alone"),
-    cases([(False, 0), (True, on_replicas.SEPARATE_BYTES)], (True, False), (0, on_replicas.SEPARATE_BYTES)),
+    cases([(False, 0), (True, jax_window.SEPARATE_BYTES)], (True, False), (0, jax_window.SEPARATE_BYTES)),
 )
 def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
     check_vma: bool, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_replicas, "SEPARATE_BYTES", alone)
+    monkeypatch.setattr(jax_window, "SEPARATE_BYTES", alone)
     specs = TrainState(gc.AccumulateState(levels=P("d"), step=P(), index=P()), opt_state=P(), carry=P("d"))
     traces: list[int] = []
 

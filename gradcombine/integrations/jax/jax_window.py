@@ -1,18 +1,62 @@
 # pyright: standard
-"""A branch for the end of a window that updates its operands in place on every backend."""
+"""The end of a window in JAX: the all-reduce, over a mesh axis too, and a branch that updates its operands in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
-from gradcombine.backends.jax_backend import BACKEND
-from gradcombine.integrations.jax.on_replicas import align, is_aligned
-from gradcombine.types import Array, Tree
+from gradcombine.backends.jax_backend import BACKEND, vary, varying
+from gradcombine.backends.jax_collective import JaxAxis
+from gradcombine.integrations.jax.on_replicas import finalized, is_sharded, on_replicas, require_jax_collective
+from gradcombine.places.window import Window
+from gradcombine.types import AccumulateState, Array, State, Tree
+
+SEPARATE_BYTES = 30 * 2**20
+"""Bytes per replica from which XLA all-reduces an array on its own on GPUs, in place if nothing reads it again.
+
+Smaller arrays are copied into a common buffer first, so that the originals stay intact.
+"""
+
+
+@dataclass(frozen=True)
+class ReplicatedWindow(Window):
+    """A window that merges the replicas of a mesh axis even if no surrounding transformation binds it.
+
+    Attributes:
+      params: the parameters, as for `finalized`.
+    """
+
+    params: Tree = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_jax_collective(self.over)
+
+    def may_overwrite(self, array: Array) -> bool:
+        if not isinstance(self.over, JaxAxis):
+            return False
+        if self.over.is_bound():
+            return array.nbytes >= SEPARATE_BYTES
+        # The first axis is that of the replicas. For sharded parameters, see `finalized`.
+        return array.nbytes >= SEPARATE_BYTES * array.shape[0] and not is_sharded(self.over, self.params)
+
+    def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
+        if not isinstance(self.over, JaxAxis) or self.over.is_bound():
+            return super().exchanged(state, taken)
+
+        def merge(counters: Tree, batch: Tree, levels: Tree) -> tuple[State, list[Array]]:
+            return self.merged(AccumulateState(levels, *counters), taken)
+
+        counters = state.step, state.index
+        merged, arrays = on_replicas(self.over, merge, counters, local=state.levels)
+        return finalized(self.over, self.reduction, merged, self.params), arrays
+
 
 Run: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
 """``kept -> (kept, metrics)``; shapes and dtypes of ``kept`` do not change."""
@@ -88,3 +132,14 @@ class _Branch:
     def _run(self, constants: Sequence[Array], operands: list[Array]) -> list[Array]:
         kept = operands[: len(self.arguments) - self._n_constants]
         return align(eval_jaxpr(self._jaxpr, constants, *kept), operands)
+
+
+def align(values: Tree, specs: Tree) -> Tree:
+    """Marks values as varying over the axes of their specs, as the carry of a scan or conditional requires."""
+    return jax.tree.map(lambda value, spec: vary(value, varying(spec)), values, specs)
+
+
+def is_aligned(values: Tree, specs: Tree) -> bool:
+    """Whether `align` would change nothing."""
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs), strict=True)
+    return all(varying(spec) <= varying(value) for value, spec in pairs)
