@@ -114,6 +114,13 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(keep, new, old)
 
 
+def cast_as(values: Tree, specs: Tree) -> Tree:
+    """Casts values to the dtypes of a tree of arrays or specs; None, for a leaf or for the tree, keeps the dtype."""
+    if specs is None:
+        return values
+    return tree.map(lambda x, spec: x if x is None or spec is None else x.astype(spec.dtype), values, specs)
+
+
 def require_carry(new: Tree, old: Tree) -> None:
     """Raises unless the loss returned a carry like the one that it received."""
     expected = "a carry whose structure, shapes and dtypes do not change"

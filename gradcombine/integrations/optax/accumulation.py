@@ -9,30 +9,41 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import gradcombine as gc
+from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import require_count
+from gradcombine.backends.registry import dtype_of, require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import GradCombineError, invalid, operation, require_given, require_type, within
+from gradcombine.errors import (
+    GradCombineError,
+    invalid,
+    operation,
+    require_given,
+    require_type,
+    translate_errors,
+    within,
+)
 from gradcombine.integrations.jax.arrays import (
     apply_updates,
     as_arrays,
+    cast_as,
     optimized,
     place_beside,
     require_transformation,
 )
 from gradcombine.integrations.jax.jax_window import ReplicatedWindow, conditional, run_if
 from gradcombine.integrations.jax.on_replicas import mark_varying
+from gradcombine.integrations.optax.parameters import gradients_like, init_for
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
-from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
 from gradcombine.places.time import require_state
-from gradcombine.places.window import require_condition
+from gradcombine.places.window import Window, require_condition, widened
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import ratios_of
+from gradcombine.reductions.ratios import Ratio, ratios_of
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Array, Order, Scalar, Tree
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, Scalar, Tree
 
 
 class AccumulateUpdatesState(NamedTuple):
@@ -326,3 +337,53 @@ class Accumulation:
         for name in ("step", "index"):
             require_count(getattr(state.window, name), f".window.{name}")
         return state
+
+
+def _eval_shape(function: Callable[[Tree], Tree], value: Tree) -> Tree:
+    """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
+    with translate_errors("a tree of arrays of numbers"):
+        return jax.eval_shape(function, value)
+
+
+def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
+    """Casts updates to the dtypes of the window; also returns specs of the reduction's results for the original dtypes.
+
+    The specs are None if the window was made for updates of these dtypes, and nothing has to be cast.
+
+    Raises:
+      GradCombineError: for updates of another structure, and for updates that are already combined over the replicas.
+    """
+    window.over.require_unreduced(tree.present(_numerators(updates)))
+    held = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
+    for_updates = _eval_shape(window.reduction.init, updates)
+    if jax.tree.structure(for_updates) == jax.tree.structure(held) and _dtypes(for_updates) == _dtypes(held):
+        return updates, None
+    window_results, structure = tree.flatten(_eval_shape(window.accumulator.value, state))
+    results = jax.eval_shape(window.reduction.finalize, for_updates)
+    outputs = tree.flatten_as(structure, results)
+    # The window accepts an update unchanged if its result has the dtype of the window's result.
+    targets = [
+        spec if spec is not None and output is not None and output.dtype != spec.dtype else None
+        for spec, output in zip(window_results, outputs, strict=True)
+    ]
+
+    def widen(gradients: Tree) -> Tree:
+        leaves = tree.flatten_as(structure, gradients)
+        return tree.unflatten(structure, map(widened, leaves, targets))
+
+    if not isinstance(updates, dict) or not any(isinstance(x, Ratio) for x in updates.values()):
+        return widen(updates), results
+    return {name: x._replace(numerator=widen(x.numerator)) for name, x in updates.items()}, results
+
+
+def _numerators(updates: Tree) -> Tree:
+    """Replaces `Ratio`s by their numerators, the gradients."""
+
+    def is_ratio(node: Tree) -> bool:
+        return isinstance(node, Ratio)
+
+    return jax.tree.map(lambda x: x.numerator if is_ratio(x) else x, updates, is_leaf=is_ratio)
+
+
+def _dtypes(state: Tree) -> list[np.dtype]:
+    return [dtype_of(leaf) for leaf in jax.tree.leaves(state)]

@@ -20,12 +20,13 @@ from gradcombine.errors import invalid, operation, require_type, shown, translat
 from gradcombine.integrations.jax.arrays import (
     STABLE_STATE,
     as_arrays,
+    cast_as,
     keep_dtypes,
     place_beside,
     require_transformation,
 )
+from gradcombine.integrations.optax.parameters import gradients_like, init_for
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
-from gradcombine.integrations.optax.updates import cast_as, gradients_like, init_for
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
