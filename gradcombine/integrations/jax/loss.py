@@ -131,12 +131,18 @@ def _other_positions(loss: Loss) -> list[int]:
 
 def batch_positions(loss: Loss, args: Sequence[Tree]) -> list[int]:
     """Positions of the batch, by default all arguments without another role; raises for missing arguments."""
-    others = _other_positions(loss)
-    batch = positions(loss.batch_argnums) or [i for i in range(len(args)) if i not in others]
-    needed = max([*batch, *others]) + 1
-    if needed > len(args):
-        raise invalid(f"{needed} positional arguments or more", len(args))
+    batch, others = positions(loss.batch_argnums), _other_positions(loss)
+    if loss.batch_argnums is None:
+        batch = [i for i in range(len(args)) if i not in others]
+    require_arguments([*batch, *others], len(args))
     return batch
+
+
+def require_arguments(at: Iterable[int], count: int) -> None:
+    """Raises unless ``count`` positional arguments include all of these positions."""
+    needed = max(at, default=-1) + 1
+    if needed > count:
+        raise invalid(f"{needed} positional arguments or more", count)
 
 
 def replaced(args: Sequence[Tree], at: Sequence[int], values: Iterable[Tree]) -> list[Tree]:

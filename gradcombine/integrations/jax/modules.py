@@ -20,7 +20,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from gradcombine import reductions
 from gradcombine.errors import invalid, within
 from gradcombine.integrations.jax.arrays import require_levels
-from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, Static, parse_output, positions, require_first
+from gradcombine.integrations.jax.loss import (
+    Form,
+    Loss,
+    LossOutput,
+    Static,
+    parse_output,
+    positions,
+    require_arguments,
+    require_first,
+)
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.types import Array, Tree
@@ -248,9 +257,7 @@ class ModuleLoss(NamedTuple):
         loss_args, at, carry = [module.params, *args[1:]], self.loss.rng_argnum, self.loss.carry_argnum
         # The keys of random streams would take the place of a missing argument.
         count = len(args) + (carry is not None and not has_carry)
-        needed = max(positions(self.loss.batch_argnums), default=0) + 1
-        if needed > count:
-            raise invalid(f"{needed} positional arguments or more", count)
+        require_arguments(positions(self.loss.batch_argnums), count)
         if self.has_keys and at is not None:
             at -= not has_carry and carry is not None and carry < at
             loss_args[at : at + 1] = [(*loss_args[at : at + 1], module.keys)]

@@ -349,6 +349,8 @@ ROLES = {x.name for x in fields(Loss)} - {"function"}
         ({"rng_argnum": 0}, (), r"expected argument positions, .* received \[0, 0\]"),
         ({"argnums": -1}, (), "expected argument positions"),
         ({}, (ONE,), "expected a batch argument with an array, received none"),
+        ({"batch_argnums": ()}, (ONE, X), "expected a batch argument with an array, received none"),
+        ({"argnums": ()}, (), "expected a batch argument with an array, received none"),
         ({"batch_argnums": 2}, (ONE, X), "expected 3 positional arguments or more, received 2"),
         ({}, (ONE, X, ONE), r"leaf \[1\]: expected a batch argument with a first axis of examples, received a scalar"),
         ({}, (ONE, X, X[:3]), r"leaf \[1\]: expected 10 examples, as in \[0\], received 3"),
