@@ -253,12 +253,20 @@ class RequestStep:
 
     def _folded(self, nodes: tuple[Node, ...]) -> State:
         """Merges all nodes in the canonical order, without the missing subtrees."""
-        lowest, *others = sorted(nodes, key=lambda x: x.level)
-        while others:
-            if (lowest.level, lowest.place ^ 1) not in {(x.level, x.place) for x in others}:
-                lowest = lowest._replace(level=lowest.level + 1, place=lowest.place >> 1)
-            lowest, *others = sorted(self._inserted((*others,), lowest), key=lambda x: x.level)
-        return lowest.state
+        waiting = sorted(nodes, key=lambda x: x.level, reverse=True)
+        level, states = 0, dict[int, State]()  # the states of one level, by place
+        while waiting or len(states) > 1:
+            while waiting and waiting[-1].level == level:
+                node = waiting.pop()
+                states[node.place] = node.state
+            parents = dict[int, State]()
+            for place in sorted(states):
+                earlier = parents.get(place >> 1)
+                state = states[place]
+                parents[place >> 1] = state if earlier is None else self.programs.merge(earlier, state)
+            level, states = level + 1, parents
+        (state,) = states.values()
+        return state
 
     def _saved(self, node: Node, held: frozenset[int]) -> NumberedState:
         """Merges a node over the replicas and adds a ledger of its microbatches."""

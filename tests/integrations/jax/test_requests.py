@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, RequestStep, request_step, train_step
+from gradcombine.integrations.jax.requests import Node
 from tests.integrations.jax import request_histories as histories
 from tests.integrations.jax.replicas import collectives, mesh
 
@@ -89,6 +92,33 @@ def test_in_order_tree_what_is_missing_is_left_out() -> None:
     one = {n: mean.update(mean.init(W), BATCHES[n][0], WEIGHTS[n]) for n in range(7)}
     expected = mean.merge(mean.merge(one[1], mean.merge(one[2], one[3])), one[6])
     np.testing.assert_array_equal(after(step, [6, 3, 1, 2]), mean.finalize(expected))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([Node(0, 6, "6"), Node(1, 1, "23"), Node(0, 1, "1")], "((1 23) 6)"),
+        ([Node(2, 1, "4567"), Node(0, 3, "3"), Node(0, 12, "12")], "((3 4567) 12)"),
+        ([Node(0, 5, "5")], "5"),
+    ],
+)
+def test_missing_subtrees_do_not_change_the_canonical_order(nodes: list[Node], expected: str) -> None:
+    assert recorded()._folded(tuple(nodes)) == expected
+
+
+def test_the_end_of_a_window_is_linear_in_its_nodes() -> None:
+    def calls(n: int) -> int:
+        profile, nodes = cProfile.Profile(), tuple(Node(0, 2 * i, "") for i in range(n))
+        profile.runcall(recorded()._folded, nodes)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(512) < 2.5 * calls(256)
+
+
+def recorded() -> RequestStep:
+    """A step whose merges write down their operands."""
+    programs: Any = SimpleNamespace(merge=lambda a, b: f"({a} {b})")
+    return RequestStep(programs, 1 << 20)
 
 
 def test_a_number_counts_once() -> None:
