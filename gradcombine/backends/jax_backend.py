@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -36,6 +36,7 @@ class JaxBackend(Backend):
     shift_right = primitive(jnp.right_shift)
     reshape = primitive(jnp.reshape)
     stack = primitive(jnp.stack)
+    concat = primitive(jnp.concatenate)
     largest = primitive(partial(jnp.max, axis=-1, keepdims=True))
     cumsum = primitive(partial(jnp.cumsum, dtype=jnp.int32))
     slice_at = primitive(partial(lax.dynamic_index_in_dim, keepdims=False))
@@ -57,7 +58,7 @@ class JaxBackend(Backend):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise invalid("an array", f"the shape/dtype spec {leaf}")
         array = NUMPY.asarray(leaf)
-        return _exactly(jnp.asarray(array, _canonical(array.dtype)), array.dtype)
+        return _exactly(jnp.asarray(array, canonical(array.dtype)), array.dtype)
 
     def dtype(self, leaf: Leaf) -> np.dtype:
         if not hasattr(leaf, "dtype"):
@@ -80,7 +81,7 @@ class JaxBackend(Backend):
         return np.zeros(shape, jax.dtypes.float0)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
-        narrow = _canonical(dtype)
+        narrow = canonical(dtype)
         if len(like) == 1 and isinstance(like[0], (jax.Array, jax.ShapeDtypeStruct)) and like[0].shape == shape:
             return _exactly(_full_like(like[0], fill, narrow), dtype)
         # An array shared by several leaves, such as the sum of weights, varies only over the axes that all of them vary
@@ -91,7 +92,7 @@ class JaxBackend(Backend):
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         if isinstance(array, jax.Array) and array.dtype == dtype:
             return array
-        return _exactly(jnp.asarray(array).astype(_canonical(dtype)), dtype)
+        return _exactly(jnp.asarray(array).astype(canonical(dtype)), dtype)
 
     def scale(self, array: Array, weight: Array) -> Array:
         if jnp.iscomplexobj(array):
@@ -145,13 +146,13 @@ class JaxBackend(Backend):
 
         @jax.custom_jvp
         def call(*arrays: Array) -> list[Array]:
-            return list(function(*_replaced(leaves, traced, arrays)))
+            return list(function(*replaced(leaves, traced, arrays)))
 
         def rule(primals: Sequence[Array], tangents: Sequence[Leaf]) -> tuple[list[Array], list[Array]]:
             nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
             def of_nonzero(*arrays: Array) -> list[Array]:
-                return list(surrogate(*_replaced(leaves, traced, _replaced(primals, nonzero, arrays))))
+                return list(surrogate(*replaced(leaves, traced, replaced(primals, nonzero, arrays))))
 
             _, out = jax.jvp(of_nonzero, [primals[i] for i in nonzero], [tangents[i] for i in nonzero])
             return call(*primals), out
@@ -209,9 +210,6 @@ class JaxBackend(Backend):
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
         array, row = _vary_alike([array, row], [array, row])
         return lax.dynamic_update_index_in_dim(array, row, i, axis=0)
-
-    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
-        return jnp.concatenate(list(arrays), axis)
 
     def take(self, array: Array, positions: Array) -> Array:
         return array.at[positions].get(mode="promise_in_bounds")
@@ -282,7 +280,8 @@ def _rows(shape: tuple[int, ...]) -> int:
     return rows if size >= 256 * rows > 0 else 1
 
 
-def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[Any]) -> list[Any]:
+def replaced(items: Sequence[Any], positions: Sequence[int], others: Iterable[Any]) -> list[Any]:
+    """The items with others at these positions."""
     result = list(items)
     for i, other in zip(positions, others, strict=True):
         result[i] = other
@@ -310,15 +309,15 @@ def _vary_alike(like: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     return [vary(jnp.asarray(array), axes) for array in arrays]
 
 
-def _canonical(dtype: np.dtype) -> np.dtype:
-    """The dtype that JAX uses for a NumPy dtype: 64 bits become 32 unless jax_enable_x64 is set."""
-    if not has_dtype(dtype):
+def canonical(dtype: np.dtype) -> np.dtype:
+    """The dtype that JAX uses for a NumPy dtype: 64 bits become 32 unless jax_enable_x64 is set; raises without one."""
+    if not _has_dtype(dtype):
         raise invalid("a dtype that JAX has", dtype)
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 @cache
-def has_dtype(dtype: np.dtype) -> bool:
+def _has_dtype(dtype: np.dtype) -> bool:
     """Whether JAX and XLA support a dtype: XLA does not compute in 6-bit dtypes, and only partly in 1-bit ones."""
     computes = not dtype.name.startswith("float6_") and dtype.name not in ("int1", "uint1")
     return computes and dtype.isnative and hasattr(jnp, dtype.name)

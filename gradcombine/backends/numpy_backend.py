@@ -45,6 +45,7 @@ class NumpyBackend(Backend):
     where = primitive(np.where)
     reshape = primitive(np.reshape)
     stack = primitive(np.stack)
+    concat = primitive(np.concatenate)
     largest = primitive(partial(np.max, axis=-1, keepdims=True))
     cumsum = primitive(partial(np.cumsum, dtype=np.int32))
     take = primitive(partial(np.take, axis=0))
@@ -179,9 +180,6 @@ class NumpyBackend(Backend):
         result = np.array(array)
         result[i] = row
         return result
-
-    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
-        return np.concatenate(list(arrays), axis)
 
     def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         # A view that outlives this call would keep the full buffer alive.

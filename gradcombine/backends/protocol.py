@@ -235,7 +235,7 @@ class Backend(ABC):
 
     def flat(self, array: Array) -> Array:
         """The array flattened to a vector."""
-        return array.reshape(-1)
+        return self.reshape(array, (-1,))
 
     @abstractmethod
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:

@@ -248,9 +248,6 @@ class TensorflowBackend(Backend):
         shape = None if leaf.dense_shape is None else tf.get_static_value(leaf.dense_shape)
         return RowSlices(leaf.indices, leaf.values, None if shape is None else int(shape[0]))
 
-    def flat(self, array: Array) -> Array:
-        return tf.reshape(array, [-1])
-
     def row_numbers(self, array: Array) -> Array:
         return tf.range(tf.size(array)) // tf.shape(array)[-1]
 

@@ -109,7 +109,7 @@ def accumulate(
 
     def update(grads: Tree, state: AccumulateState, weight: Scalar = 1.0) -> AccumulateState:
         full = is_full(state)
-        backend = _backend(state)
+        backend = resolve([state.step, state.index])
         known = backend.concrete(full)
         step, index = state.step, state.index
         if known is None or known:
@@ -133,7 +133,7 @@ def accumulate(
 
     def restart(state: AccumulateState) -> AccumulateState:
         require_state(state)
-        backend = _backend(state)
+        backend = resolve([state.step, state.index])
         index = backend.where(is_begun(state), state.index + 1, state.index)
         return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
 
@@ -183,6 +183,12 @@ def require_state(state: State) -> None:
     require_type("an AccumulateState", state, AccumulateState)
 
 
+def require_counters(state: AccumulateState, path: str = "") -> None:
+    """Raises unless step and index of the window at this path are int32 scalars."""
+    for name in ("step", "index"):
+        require_count(getattr(state, name), f"{path}.{name}")
+
+
 @operation("check_state")
 def check_state(reduction: Reduction, state: State) -> None:
     """Checks a state that was not made by the functions of the reduction, for instance a checkpoint.
@@ -215,13 +221,11 @@ def require_state_of(reduction: Reduction, state: State) -> None:
     if isinstance(state, AccumulateState):
         # A list or TensorFlow's wrapper of a tuple, in a restored checkpoint.
         is_sequence = isinstance(state.levels, (tuple, list))  # pyright: ignore[reportUnnecessaryIsInstance]
-        counts = {"step": state.step, "index": state.index}
-        if isinstance(state.levels, BinaryCounter):
-            counts["levels.filled"] = state.levels.filled
-        elif not is_sequence or len(state.levels) != 1:
+        if not isinstance(state.levels, BinaryCounter) and (not is_sequence or len(state.levels) != 1):
             raise invalid("1 level, or a BinaryCounter", type_name(state.levels), ".levels")
-        for name, count in counts.items():
-            require_count(count, f".{name}")
+        require_counters(state)
+        if isinstance(state.levels, BinaryCounter):
+            require_count(state.levels.filled, ".levels.filled")
         part, path = _first_level(state)
     with within(path):
         tree.flatten(part)  # raises for leaves that are not arrays, and for a tree that contains itself
@@ -266,7 +270,3 @@ def length_at(length: int | Callable[[Array], Scalar], index: Array) -> Array:
     if backend.dtype(every).kind not in "iu":
         raise invalid(EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
     return backend.maximum(every, backend.full((), 1, backend.dtype(every)))
-
-
-def _backend(state: AccumulateState) -> Backend:
-    return resolve([state.step, state.index])

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from gradcombine import tree
-from gradcombine.backends.jax_backend import has_dtype
+from gradcombine.backends.jax_backend import canonical
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent, shape_of
 from gradcombine.errors import (
@@ -66,8 +66,9 @@ def require_levels(*values: Tree) -> None:
 
     leaves, structure = tree.flatten(values, is_leaf)
     for i, x in enumerate(leaves):
-        if isinstance(x, (np.ndarray, np.generic)) and x.dtype in NARROW and not has_dtype(x.dtype):
-            raise invalid("a dtype that JAX has", x.dtype, structure.path(i))
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype in NARROW:
+            with within(lambda i=i: structure.path(i)):
+                canonical(x.dtype)
 
 
 def as_arrays(values: Tree) -> Tree:
@@ -193,27 +194,32 @@ def explain_rejection(*values: Tree) -> Iterator[None]:
     except Exception as error:  # user-defined leaves may raise anything
         require_tree(values)
         as_arrays(values)
-        for path, x in jax.tree_util.tree_leaves_with_path(values):
-            if isinstance(x, np.generic) and np.dtype(x.dtype.name).type is not type(x):
-                expected = "arrays and numbers that jax.jit accepts"
-                raise invalid(expected, type(x).__name__, _argument_path(path)) from error
-        leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_concrete(x)]
-        for path, x in leaves:
-            if x.is_deleted():
-                expected = "the parameters and the state that the last call returned, as it donated its arguments"
-                raise invalid(expected, "a donated buffer", _argument_path(path)) from error
-        if "donate the same buffer twice" in str(error):
-            names: dict[int, str] = {}
-            for path, x in leaves:
-                if (first := names.setdefault(id(x), _argument_path(path))) != _argument_path(path):
-                    expected = f"another array than in {first}, as the step donates both (copy one)"
-                    raise invalid(expected, "the same", _argument_path(path)) from error
-        committed = [(path, x.devices()) for path, x in leaves if x.committed]
-        for path, devices in committed:
-            if devices != (first := committed[0][1]):
-                expected = f"arguments on the same devices, {_ids(first)} as in {_argument_path(committed[0][0])}"
-                raise invalid(expected, _ids(devices), _argument_path(path)) from error
+        for path, expected, received in _rejections(values, error):
+            raise invalid(expected, received, path) from error
         raise
+
+
+def _rejections(values: Tree, error: Exception) -> Iterator[tuple[str, str, str]]:
+    """Path, expectation and description of the leaves for which a compiled step may have raised this error."""
+    leaves = [(jax.tree_util.keystr(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(values)]
+    for path, x in leaves:
+        if isinstance(x, np.generic) and np.dtype(x.dtype.name).type is not type(x):
+            yield path, "arrays and numbers that jax.jit accepts", type(x).__name__
+    arrays = [(path, x) for path, x in leaves if _is_concrete(x)]
+    for path, x in arrays:
+        if x.is_deleted():
+            expected = "the parameters and the state that the last call returned, as it donated its arguments"
+            yield path, expected, "a donated buffer"
+    if "donate the same buffer twice" in str(error):
+        paths: dict[int, str] = {}
+        for path, x in arrays:
+            if (first := paths.setdefault(id(x), path)) != path:
+                yield path, f"another array than in {first}, as the step donates both (copy one)", "the same"
+    committed = [(path, x.devices()) for path, x in arrays if x.committed]
+    for path, devices in committed:
+        if devices != (first := committed[0][1]):
+            expected = f"arguments on the same devices, {_ids(first)} as in {committed[0][0]}"
+            yield path, expected, _ids(devices)
 
 
 @contextmanager
@@ -278,10 +284,6 @@ def _is_number(x: Leaf) -> bool:
         number = x.dtype == np.bool_ or dtypes.kind(x.dtype) in ("float", "complex", "integer")
         return number and not isinstance(x, np.ma.MaskedArray)
     return isinstance(x, (bool, int, float, complex))
-
-
-def _argument_path(path: Any) -> str:
-    return jax.tree_util.keystr(path[1:])
 
 
 def _ids(devices: Iterable[Any]) -> str:

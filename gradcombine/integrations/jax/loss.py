@@ -145,14 +145,6 @@ def require_arguments(at: Iterable[int], count: int) -> None:
         raise invalid(f"{needed} positional arguments or more", count)
 
 
-def replaced(args: Sequence[Tree], at: Sequence[int], values: Iterable[Tree]) -> list[Tree]:
-    """The arguments with these values at these positions."""
-    result = list(args)
-    for i, x in zip(at, values, strict=True):
-        result[i] = x
-    return result
-
-
 def folded_key(loss: Loss, args: Sequence[Tree], *numbers: Scalar) -> Tree:
     """The argument ``rng_argnum`` with these numbers folded in, such as window index and microbatch number.
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from gradcombine import reductions
-from gradcombine.backends.jax_backend import BACKEND, varying
+from gradcombine.backends.jax_backend import BACKEND, replaced, varying
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.protocol import Collective
@@ -29,7 +29,6 @@ from gradcombine.integrations.jax.loss import (
     batch_positions,
     parse_output,
     positions,
-    replaced,
     require_no_mean_of_ratios,
     require_roles,
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine import reductions
+from gradcombine.backends.jax_backend import replaced
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
     invalid,
@@ -31,7 +32,7 @@ from gradcombine.integrations.jax.arrays import (
     require_transformation,
     require_tree,
 )
-from gradcombine.integrations.jax.loss import Loss, batch_positions, replaced, require_first
+from gradcombine.integrations.jax.loss import Loss, batch_positions, require_first
 from gradcombine.integrations.jax.modules import module_aware_loss, stateless_params, with_params
 from gradcombine.integrations.jax.objective import Objective
 from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of

@@ -14,11 +14,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.jax_backend import BACKEND
+from gradcombine.backends.jax_backend import BACKEND, replaced
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples, require_carry, with_jax_arrays
 from gradcombine.integrations.jax.jax_window import align, is_aligned
-from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key, replaced
+from gradcombine.integrations.jax.loss import Form, Static, batch_positions, folded_key
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import axes_of, finalized, mark_varying
 from gradcombine.places.time import whole_window

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.backends.registry import require_count, require_numbers
+from gradcombine.backends.registry import require_numbers
 from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import (
     apply_updates,
@@ -29,6 +29,7 @@ from gradcombine.integrations.jax.loss import batch_positions, folded_key
 from gradcombine.integrations.jax.objective import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import local_state, on_replicas, unbound, with_mesh_of
 from gradcombine.integrations.jax.scan import scan_window
+from gradcombine.places.time import require_counters
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.numbered import NumberedState
@@ -147,8 +148,7 @@ def require_train_state(state: Tree) -> TrainState:
     if not isinstance(state, TrainState) or not isinstance(state.window, AccumulateState):
         received = state.window if isinstance(state, TrainState) else state
         raise invalid("a TrainState, from step.init(params)", type(received).__name__)
-    for name in ("step", "index"):
-        require_count(getattr(state.window, name), f".window.{name}")
+    require_counters(state.window, ".window")
     return as_arrays(state)
 
 

@@ -15,7 +15,7 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import dtype_of, require_count
+from gradcombine.backends.registry import dtype_of
 from gradcombine.denominators import Terms
 from gradcombine.errors import (
     GradCombineError,
@@ -38,7 +38,7 @@ from gradcombine.integrations.jax.jax_window import ReplicatedWindow, conditiona
 from gradcombine.integrations.jax.on_replicas import mark_varying
 from gradcombine.integrations.optax.parameters import gradients_like, init_for
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
-from gradcombine.places.time import require_state
+from gradcombine.places.time import require_counters, require_state
 from gradcombine.places.window import Window, require_condition, widened
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios_of
@@ -334,8 +334,7 @@ class Accumulation:
             raise invalid(f"a state made {with_or_without} a skip function", type(state.skip).__name__)
         with within(".window"):
             require_state(state.window)
-        for name in ("step", "index"):
-            require_count(getattr(state.window, name), f".window.{name}")
+        require_counters(state.window, ".window")
         return state
 
 
