@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 
-from gradcombine.errors import operation, require_given, require_type
+from gradcombine import tree
+from gradcombine.backends.registry import dtype_of, in_words, shape_of
+from gradcombine.errors import invalid, operation, require_given, require_type, within
+from gradcombine.reductions import dtypes
+from gradcombine.settings import check
 from gradcombine.sparse import RowSparse, row_slices, row_sparse
 from gradcombine.types import Array, Tree
 
@@ -44,6 +48,7 @@ def to_bcoo(rows: RowSparse) -> sparse.BCOO:
     >>> to_bcoo(row_sparse(jnp.int32([1, 3]), jnp.float32([[1], [2]]), rows=3)).todense().tolist()
     [[0.0], [1.0], [0.0]]
     """
+    rows = require_type("a RowSparse", rows, RowSparse)
     return sparse.BCOO((jnp.asarray(rows.values), jnp.asarray(rows.indices)[:, None]), shape=rows.shape)
 
 
@@ -64,7 +69,8 @@ def value_and_row_grad(loss: Callable[..., Tree], has_aux: bool = False) -> Call
       with one row per id, in the order of the ids; duplicate ids are added when the gradients are combined.
 
     Raises:
-      GradCombineError: for ids out of range, if they are known.
+      GradCombineError: for trees that do not match, tables that are not floats or complex numbers, ids that are not
+        integers, and ids out of range, if they are known.
 
     Under shard_map with check_vma, the gradients of the rows vary over replicas if the ids do; ``params`` are treated
     as by jax.grad.
@@ -79,13 +85,28 @@ def value_and_row_grad(loss: Callable[..., Tree], has_aux: bool = False) -> Call
     (24.0, 8.0, [2, 7, 1000, 1000], [[3.0, 3.0], [9.0, 9.0]])
     """
 
+    check(loss=loss, has_aux=has_aux)
+
     @operation("value_and_row_grad")
     def function(tables: Tree, ids: Tree, params: Tree, *args: Tree) -> Tree:
+        _require_tables(tables, ids)
         embedded = jax.tree.map(_look_up, tables, ids)
         value, (grads, rest) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(embedded, params, *args)
         return value, (jax.tree.map(_row_grad, tables, ids, grads), rest)
 
     return function
+
+
+def _require_tables(tables: Tree, ids: Tree) -> None:
+    leaves, structure = tree.flatten(tables)
+    for path, table, rows in zip(structure.paths(), leaves, tree.flatten_as(structure, ids), strict=True):
+        if table is None and rows is None:
+            continue
+        with within(path):
+            if dtypes.kind(dtype_of(table)) not in ("float", "complex") or not shape_of(table):
+                raise invalid("a table of floats or complex numbers, with a first axis of rows", in_words(table))
+            if dtype_of(rows).kind not in "iu":
+                raise invalid("integers as ids of rows", in_words(rows))
 
 
 def _look_up(table: Array, ids: Array) -> Array:

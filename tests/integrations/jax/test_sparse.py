@@ -75,6 +75,38 @@ def dense_gradient(ids: Any, targets: Any) -> Any:
     return jax.grad(lambda t, p: loss({"e": t["e"][ids]}, p, targets)[0], argnums=(0, 1))(TABLES, PARAMS)
 
 
+TABLE, ROW_IDS = {"w": np.ones((ROWS, WIDTH), np.float32)}, {"w": np.int32([1, 2])}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: to_bcoo(3), "to_bcoo: expected a RowSparse, received int"),
+        (lambda: value_and_row_grad(3), "value_and_row_grad: expected a function as loss, received 3"),
+        (lambda: value_and_row_grad(max, has_aux="yes"), "value_and_row_grad: expected True or False as has_aux"),
+        (
+            lambda: summed_rows(TABLE, {"v": ROW_IDS["w"]}),
+            r"leaf \['w'\]: expected the structure to have a leaf here",
+        ),
+        (lambda: summed_rows(TABLE, {"w": None}), r"leaf \['w'\]: expected an array or a number, received None"),
+        (lambda: summed_rows(TABLE, {"w": [1, 2]}), r"leaf \['w'\]: expected the structure to have a leaf here"),
+        (
+            lambda: summed_rows(TABLE, {"w": np.ones(2)}),
+            r"leaf \['w'\]: expected integers as ids .* float64 of shape",
+        ),
+        (lambda: summed_rows({"w": np.ones(3, int)}, ROW_IDS), r"leaf \['w'\]: expected a table of floats .* int64"),
+        (lambda: summed_rows({"w": 1.0}, ROW_IDS), r"leaf \['w'\]: expected a table of .* with a first axis of rows"),
+    ],
+)
+def test_mistakes_are_named(call: Any, message: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=message):
+        call()
+
+
+def summed_rows(tables: Any, ids: Any) -> Any:
+    return value_and_row_grad(lambda embedded, factor: factor * embedded["w"].sum())(tables, ids, jnp.float32(1))
+
+
 @pytest.mark.full
 def test_row_gradients_are_those_of_the_dense_table() -> None:
     grad = value_and_row_grad(loss, has_aux=True)
