@@ -142,8 +142,16 @@ def optimized(
     """The updates of an optimizer, and its new state in the dtypes of the old one."""
     is_like_params = params is None or jax.tree.structure(gradients) == jax.tree.structure(params)
     expected = "an optimizer for the results of the reduction, whose structure is not that of the parameters"
-    with nullcontext() if is_like_params else translate_errors(expected):
-        result = optimizer.update(gradients, state, params, **extra_args)
+    try:
+        with nullcontext() if is_like_params else translate_errors(expected):
+            result = optimizer.update(gradients, state, params, **extra_args)
+    except Exception as error:  # an optimizer may raise anything for the state of another one
+        made = tree.flatten(jax.eval_shape(optimizer.init, gradients if params is None else params))[1]
+        if (held := tree.flatten(state)[1]) == made:
+            raise
+        mismatch = tree.difference(made, held)
+        expected = f"a state of this optimizer: {mismatch.expected}"
+        raise invalid(expected, mismatch.received, mismatch.path) from error
     updates, new = require_tuple("an optimizer that returns a tuple of updates and state", result, 2)
     return updates, keep_dtypes(new, state)
 

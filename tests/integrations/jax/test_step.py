@@ -394,6 +394,15 @@ def test_an_example_that_is_no_array_is_named() -> None:
         train_step(linear, NEGATE).init(start(), {"f": jnp.tanh})
 
 
+@pytest.mark.parametrize("settings", [{"every": 1}, {"microbatches": 2}])
+def test_the_state_of_another_optimizer_is_named(settings: dict[str, Any]) -> None:
+    params, x, optimizers = jnp.float32(1), jnp.ones(4), (optax.adam(0.1), optax.sgd(0.1))
+    adam, sgd = (train_step(lambda w, x: jnp.mean(w * x), optimizer, **settings) for optimizer in optimizers)
+    message = r"leaf \[0\]: expected a state of this optimizer: .* ScaleByAdamState of 3 here, received a EmptyState"
+    with pytest.raises(gc.GradCombineError, match=message):
+        adam(params, sgd.init(params), x)
+
+
 def test_a_carry_is_asked_for_and_refused() -> None:
     with pytest.raises(gc.GradCombineError, match="expected no carry, received int"):
         train_step(linear, NEGATE).init(start(), carry=3)
