@@ -97,9 +97,10 @@ def total(reduction: Reduction, counter: BinaryCounter) -> State:
     """Merges all occupied levels into one partial state."""
     leaves, structure, backend = _flatten(counter.stacked)
     top = backend.shape(leaves[0])[0] - 1
-    filled = backend.concrete(counter.filled)
-    if filled is not None:
-        occupied = [i for i in range(top + 1) if _is_occupied(int(filled), i, top)]
+    known = backend.concrete(counter.filled)
+    if known is not None:
+        filled = int(known)
+        occupied = [*(i for i in range(top) if filled >> i & 1), *([top] if filled >= 2**top else [])]
         if not occupied:
             return cleared(reduction, counter)
         return fold_levels(reduction.merge, [level(counter, i) for i in occupied])
@@ -129,10 +130,6 @@ def sum_of_levels(stacked: Array, filled: Array) -> Array:
     top = backend.shape(stacked)[0] - 1
     bits = [*(backend.shift_right(filled, i) & 1 for i in range(top)), backend.cast(filled >= 2**top, INT32)]
     return _sum(backend, [backend.slice_at(stacked, i) * bit for i, bit in enumerate(bits)])
-
-
-def _is_occupied(filled: int, i: int, top: int) -> bool:
-    return filled >= 2**top if i == top else bool(filled >> i & 1)
 
 
 def _lowest_bit(backend: Backend, bits: Array, top: int) -> Array:

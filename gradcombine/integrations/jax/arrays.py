@@ -142,18 +142,25 @@ def optimized(
     """The updates of an optimizer, and its new state in the dtypes of the old one."""
     is_like_params = params is None or jax.tree.structure(gradients) == jax.tree.structure(params)
     expected = "an optimizer for the results of the reduction, whose structure is not that of the parameters"
-    try:
-        with nullcontext() if is_like_params else translate_errors(expected):
-            result = optimizer.update(gradients, state, params, **extra_args)
-    except Exception as error:  # an optimizer may raise anything for the state of another one
-        made = tree.flatten(jax.eval_shape(optimizer.init, gradients if params is None else params))[1]
-        if (held := tree.flatten(state)[1]) == made:
-            raise
-        mismatch = tree.difference(made, held)
-        expected = f"a state of this optimizer: {mismatch.expected}"
-        raise invalid(expected, mismatch.received, mismatch.path) from error
+    translation = nullcontext() if is_like_params else translate_errors(expected)
+    with explain_state(optimizer, state, gradients if params is None else params), translation:
+        result = optimizer.update(gradients, state, params, **extra_args)
     updates, new = require_tuple("an optimizer that returns a tuple of updates and state", result, 2)
     return updates, keep_dtypes(new, state)
+
+
+@contextmanager
+def explain_state(optimizer: optax.GradientTransformation, state: Tree, params: Tree) -> Iterator[None]:
+    """Explains an error of the optimizer in the body if it did not make the state, which it then may fail to read."""
+    try:
+        yield
+    except Exception as error:
+        made, held = (tree.flatten(x)[1] for x in (jax.eval_shape(optimizer.init, params), state))
+        if made == held:
+            raise
+        difference = tree.difference(made, held)
+        expected = f"a state of this optimizer: {difference.expected}"
+        raise invalid(expected, difference.received, difference.path) from error
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -21,6 +21,7 @@ from gradcombine.integrations.jax.arrays import (
     STABLE_STATE,
     as_arrays,
     cast_as,
+    explain_state,
     keep_dtypes,
     place_beside,
     require_transformation,
@@ -167,7 +168,9 @@ class MultiSteps:
         # The conditional only reads the window: a buffer that passes through a conditional is copied.
         def apply() -> tuple[optax.Updates, Tree]:
             gradients = self._rule.combined(window, updates)
-            return self._rule.applied(*self._opt.update(gradients, old, params=params, **extra_args), old, emit)
+            with explain_state(self._opt, old, gradients if params is None else params):
+                result, new = self._opt.update(gradients, old, params=params, **extra_args)
+            return self._rule.applied(result, new, old, emit)
 
         def wait() -> tuple[optax.Updates, Tree]:
             return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), old

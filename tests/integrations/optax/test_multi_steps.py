@@ -212,6 +212,14 @@ def test_a_mean_of_integers_and_another_optimizer_are_refused() -> None:
         MultiSteps(optax.sgd, 2)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("compat", [False, True])
+def test_the_state_of_another_optimizer_is_named(compat: bool) -> None:
+    one, other = (MultiSteps(x, 1, compat=compat) for x in (optax.adam(0.1), optax.sgd(0.1)))
+    message = r"MultiSteps: leaf \[0\]: expected a state of this optimizer: .* ScaleByAdamState of 3 here"
+    with pytest.raises(gc.GradCombineError, match=message):
+        one.update(jnp.ones(2), other.init(jnp.ones(2)))
+
+
 @pytest.mark.full
 def test_skip_large_has_the_rule_of_optax_below_and_above_its_bound() -> None:
     for bound in (4.5, 5.5):
