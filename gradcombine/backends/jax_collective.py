@@ -65,30 +65,24 @@ class JaxAxis(Collective):
             raise GradCombineError(repr(self), expected, str(error)) from None
 
     def rank(self) -> Array:
+        self.size()  # raises for unbound axes
         return lax.axis_index(self.names)
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
         # XLA merges all-reduces of one dtype: an int32 counter among floats would cost an all-reduce of its own.
         together = any(x.dtype == jnp.float32 for x in arrays) and 1 < self.size() <= _MOST_COUNTED
-        parts = [_digits(x) if together and _is_count(x) else [x] for x in self.mark_varying(arrays)]
+        parts = [_digits(x) if together and _is_count(x) else [x] for x in arrays]
         sent = [x for part in parts for x in part]
-        received = iter(self._in_buckets(sent, lambda bundle: list(lax.psum(tuple(bundle), self.names)), growth=1))
+        received = iter(self._in_buckets(sent, lambda bundle: lax.psum(tuple(bundle), self.names)))
         sums = [[next(received) for _ in part] for part in parts]
         return [_from_digits(*digits) if len(digits) > 1 else digits[0] for digits in sums]
 
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        def exchange(bundle: Sequence[Array]) -> list[Array]:
-            return list(lax.pmax(tuple(bundle), self.names))
-
-        return self._in_buckets(self.mark_varying(arrays), exchange, growth=1)
+        return self._in_buckets(arrays, lambda bundle: lax.pmax(tuple(bundle), self.names))
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         to = "invarying" if self._checks_vma() else "varying"
-
-        def exchange(bundle: Sequence[Array]) -> list[Array]:
-            return [self._gather(array, to) for array in bundle]
-
-        return self._in_buckets(self.mark_varying(arrays), exchange, growth=self.size())
+        return self._in_buckets(arrays, lambda bundle: [self._gather(x, to) for x in bundle], growth=self.size())
 
     def narrow_ways(self) -> tuple[str, ...]:
         # Flattening an array that is sharded over an automatic axis would gather it.
@@ -101,15 +95,11 @@ class JaxAxis(Collective):
         def exchange(bundle: Sequence[Array]) -> list[Array]:
             return [lax.all_to_all(array, self.names, 0, 0, tiled=True) for array in bundle]
 
-        return self._in_buckets(self.mark_varying(arrays), exchange, growth=1, kept=1)
+        return self._in_buckets(arrays, exchange, kept=1)
 
     def sum_scatter(self, arrays: Sequence[Array]) -> list[Array]:
         """Reduce-scatters arrays with one row per replica: returns this replica's row of each sum."""
-
-        def exchange(bundle: Sequence[Array]) -> list[Array]:
-            return [lax.psum_scatter(array, self.names) for array in bundle]
-
-        return self._in_buckets(self.mark_varying(arrays), exchange, growth=1, kept=1)
+        return self._in_buckets(arrays, lambda bundle: [lax.psum_scatter(x, self.names) for x in bundle], kept=1)
 
     def reduce_scatter_map(
         self,
@@ -144,10 +134,10 @@ class JaxAxis(Collective):
         self,
         arrays: Sequence[Array],
         exchange: Callable[[Sequence[Array]], Sequence[Array]],
-        growth: int,
+        growth: int = 1,
         kept: int = 0,
     ) -> list[Array]:
-        """Exchanges arrays once, with small arrays of one dtype concatenated.
+        """Exchanges arrays once, as varying over the replicas, with small arrays of one dtype concatenated.
 
         Args:
           arrays: arrays to send.
@@ -155,6 +145,7 @@ class JaxAxis(Collective):
           growth: number of received elements per element sent.
           kept: number of leading axes that are not flattened.
         """
+        arrays = self.mark_varying(arrays)
         if not arrays:
             return []
         buckets = _buckets(arrays, growth) if self._is_manual() else []

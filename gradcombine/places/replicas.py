@@ -79,7 +79,6 @@ def all_reduce(
     array([1., 2.], dtype=float32)
     """
     check(reduction=reduction, order=order, over=over)
-    over.size()  # raises outside of a replica context
     leaves, structure = tree.flatten(value)
     # The value may have NumPy leaves; collectives take arrays of the framework, as the rank is.
     backend = resolve([*leaves, over.rank()])

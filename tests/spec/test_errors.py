@@ -183,6 +183,9 @@ def test_an_axis_that_is_not_bound() -> None:
     expected = r"jax_axis\('data'\): expected an axis that the surrounding .* binds, received unbound axis name: data"
     with pytest.raises(gc.GradCombineError, match=expected):
         gc.all_reduce(reductions.sum(), as_arrays("jax", ONE), over=gc.jax_axis("data"))
+    for reduction in (reductions.sum(), reductions.sum("exact"), reductions.max()):
+        with pytest.raises(gc.GradCombineError, match=expected):
+            gc.merge_replicas(reduction, reduction.init(as_arrays("jax", ONE)), over=gc.jax_axis("data"))
 
 
 @pytest.mark.needs("tensorflow")
