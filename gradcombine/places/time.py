@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import owner, require_count, resolve, shape_of
+from gradcombine.backends.registry import owner, require_count, require_scalar, resolve, shape_of
 from gradcombine.errors import (
     MOST,
     invalid,
@@ -267,6 +267,5 @@ def length_at(length: int | Callable[[Array], Scalar], index: Array) -> Array:
     value = backend.concrete(backend.asarray(every))
     if value is not None:
         return LENGTH(value)
-    if backend.dtype(every).kind not in "iu":
-        raise invalid(EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
+    require_scalar(EXPECTED_LENGTH, every, "iu")
     return backend.maximum(every, backend.full((), 1, backend.dtype(every)))

@@ -179,6 +179,20 @@ def test_two_frameworks_do_not_mix() -> None:
 
 
 @pytest.mark.needs("jax")
+@pytest.mark.parametrize(
+    ("factor", "dtype", "received"),
+    [(1.5, np.float32, r"float32 of shape \(\)"), ([1, 2], np.int32, r"int32 of shape \(2,\)")],
+)
+def test_a_traced_length_that_is_none(factor: Any, dtype: Any, received: str) -> None:
+    import jax
+
+    acc = gc.accumulate(reductions.sum(), every=lambda index: index.astype(dtype) * np.asarray(factor, dtype))
+    state = acc.init(as_arrays("jax", ONE))
+    with pytest.raises(gc.GradCombineError, match=f"accumulate: expected a window length .* received {received}"):
+        jax.eval_shape(acc.update, as_arrays("jax", ONE), state)
+
+
+@pytest.mark.needs("jax")
 def test_an_axis_that_is_not_bound() -> None:
     expected = r"jax_axis\('data'\): expected an axis that the surrounding .* binds, received unbound axis name: data"
     with pytest.raises(gc.GradCombineError, match=expected):
