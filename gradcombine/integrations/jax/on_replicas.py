@@ -52,14 +52,14 @@ def on_replicas(
         return function(shared, batch, local)
     mesh, names = require_mesh(axis, (shared, batch, local)), axis.names
     replicas = math.prod(mesh.shape[name] for name in names)
-    for path, x in _arrays(batch):
-        if x.shape[0] % replicas:
+    for path, shape in _shapes(batch):
+        if not shape or shape[0] % replicas:
             expected = f"a number of examples that is divisible by the {replicas} replicas of {over!r}"
-            raise invalid(expected, x.shape[0], path)
-    for path, x in _arrays(local):
-        if x.shape[:1] != (replicas,):
+            raise invalid(expected, shape[0] if shape else "a scalar", path)
+    for path, shape in _shapes(local):
+        if shape[:1] != (replicas,):
             expected = f"a leading axis of {replicas} replicas, as in a state made by init on the mesh"
-            raise invalid(expected, f"shape {x.shape}", path)
+            raise invalid(expected, f"shape {shape}", path)
     leaves, structure = jax.tree.flatten(shared)
     arrays = [x for x in leaves if hasattr(x, "shape")]
 
@@ -218,6 +218,12 @@ def _arrays(values: Tree) -> Iterator[tuple[str, Array]]:
     for path, x in jax.tree_util.tree_leaves_with_path(values):
         if hasattr(x, "shape"):
             yield jax.tree_util.keystr(path), x
+
+
+def _shapes(values: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The path and the shape of each leaf; () for one that is not an array."""
+    for path, x in jax.tree_util.tree_leaves_with_path(values):
+        yield jax.tree_util.keystr(path), getattr(x, "shape", ())
 
 
 def _mesh(x: Leaf) -> Mesh | AbstractMesh | None:

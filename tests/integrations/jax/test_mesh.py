@@ -261,6 +261,8 @@ def other_devices() -> Any:
     [
         (gc.jax_axis("replica"), X, r"expected axes of a mesh of data=4, model=2, .* received jax_axis\('replica'\)"),
         (OVER, X[:6], "expected a number of examples that is divisible by the 4 replicas .*, received 6"),
+        (OVER, jnp.float32(1), "expected a number of examples that is divisible by .*, received a scalar"),
+        (OVER, 1.0, "expected a number of examples that is divisible by .*, received a scalar"),
         (OVER, other_devices, "expected arguments on a mesh of data=4, model=2, as .* received a mesh of data=2"),
     ],
 )
