@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine import tree
-from gradcombine.backends.jax_backend import BACKEND, vary, varying
+from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
-from gradcombine.errors import invalid, operation, require_equal, require_type, translate_errors
+from gradcombine.errors import invalid, operation, require_equal, require_type, translate_errors, within
 from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.sums import MeanState, SumState
@@ -89,7 +89,12 @@ class _Scattered(Wrapper):
         self.axis = self.summed_over = over
 
     def init(self, like: Tree) -> State:
-        return self.of.init(tree.map(lambda x: x if is_absent(x) else _empty_shard(self.axis, x), like))
+        leaves, structure = tree.flatten(like)
+        shards = list[Leaf]()
+        with within(lambda: structure.path(len(shards))):
+            for leaf in leaves:
+                shards.append(leaf if is_absent(leaf) else _empty_shard(self.axis, leaf))
+        return self.of.init(tree.unflatten(structure, shards))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         present = tree.present(value)
@@ -183,10 +188,12 @@ def gather(shards: Tree, like: Tree, over: Collective, wire: Wire | None = None)
     axis = _axis(over)
     specs, structure = tree.flatten(like)
     leaves = tree.flatten_as(structure, shards)
-    for path, spec, leaf in zip(structure.paths(), specs, leaves, strict=True):
+    for i, (path, spec, leaf) in enumerate(zip(structure.paths(), specs, leaves, strict=True)):
         expected = None if is_absent(spec) else (_length(axis.size(), spec),)
         received = None if is_absent(leaf) else shape_of(leaf)
         require_equal("a shard of shape {}", expected, received, path)
+        with within(path):
+            leaves[i] = leaf if received is None else BACKEND.asarray(leaf)
     present = [i for i, leaf in enumerate(leaves) if not is_absent(leaf)]
     encoded = dict.fromkeys(present, False)
     if wire is not None and require_wire(wire) and axis.size() > 1:
@@ -276,5 +283,5 @@ def _length(replicas: int, leaf: Leaf) -> int:
 
 
 def _empty_shard(axis: JaxAxis, leaf: Leaf) -> Array:
-    zeros = jnp.zeros((_length(axis.size(), leaf),), leaf.dtype)
-    return axis.mark_varying([vary(zeros, varying(leaf))])[0]
+    zeros = BACKEND.full((_length(axis.size(), leaf),), 0, dtype_of(leaf), [leaf])
+    return axis.mark_varying([zeros])[0]

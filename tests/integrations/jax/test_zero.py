@@ -190,6 +190,30 @@ def test_refused(call: Callable[[], Any], message: str) -> None:
         call()
 
 
+WIDE = np.ones(3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: zero.scattered(reductions.sum(), AXIS).init({"w": WIDE}),
+        lambda: zero.gather({"w": WIDE[:1]}, {"w": WIDE}, AXIS),
+        lambda: zero.shard({"w": WIDE}, AXIS),
+    ],
+)
+def test_float64_is_not_truncated(call: Callable[[], Any]) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"expected float64 \(set jax_enable_x64.*, received float32"):
+        jax.vmap(lambda _: call(), axis_name=AXIS.names[0])(jnp.arange(N))
+
+
+def test_python_numbers_have_the_dtypes_of_jax() -> None:
+    def total(x: Any) -> Any:
+        scattered = zero.scattered(reductions.sum(), AXIS)
+        return scattered.finalize(scattered.update(scattered.init(1.0), x))
+
+    np.testing.assert_array_equal(by_vmap(total, np.arange(N, dtype=np.float32)), [[sum(range(N))]] + [[0]] * (N - 1))
+
+
 SIZES = [jax.ShapeDtypeStruct((40_000,), jnp.float32), jax.ShapeDtypeStruct((1000,), jnp.float32)]
 """One leaf exchanged alone and one in a bucket. float32, since XLA on CPU sends bfloat16 as float32."""
 
