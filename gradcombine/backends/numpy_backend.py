@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ class NumpyBackend(Backend):
     largest = primitive(partial(np.max, axis=-1, keepdims=True))
     cumsum = primitive(partial(np.cumsum, dtype=np.int32))
     take = primitive(partial(np.take, axis=0))
+    slice_at = primitive(operator.getitem)
 
     def owns(self, leaf: Leaf) -> bool:
         if isinstance(leaf, (np.ndarray, np.generic, *_PYTHON_DTYPES)):
@@ -172,9 +174,6 @@ class NumpyBackend(Backend):
 
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
         return np.searchsorted(ordered, keys).astype(np.int32)
-
-    def slice_at(self, array: Array, i: Array | int) -> Array:
-        return array[i]
 
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
         result = np.array(array)

@@ -33,7 +33,7 @@ from gradcombine.places.time import require_counters
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.numbered import NumberedState
-from gradcombine.types import AccumulateState, Array, DType, Scalar, Tree
+from gradcombine.types import AccumulateState, Array, Scalar, Tree
 
 if TYPE_CHECKING:
     import optax
@@ -157,7 +157,8 @@ def part_specs(
 ) -> dict[str, Tree]:
     """Specs of the parts of a contribution; includes aux only if there is an example of the loss's arguments."""
     value_dtype = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
-    specs = {"grads": objective.grads_like(params), "value": _scalar(value_dtype), "weight": _scalar(np.float32)}
+    value, weight = (jax.ShapeDtypeStruct((), dtype) for dtype in (value_dtype, np.float32))
+    specs = {"grads": objective.grads_like(params), "value": value, "weight": weight}
     if not example and not kwargs:
         return specs
     traceable, loss_args = objective, loss_arguments(objective, params, carry, example)
@@ -296,7 +297,3 @@ def step_functions(
         return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
 
     return init, function, flush
-
-
-def _scalar(dtype: DType) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), dtype)

@@ -18,20 +18,15 @@ def gradients_like(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def is_stand_in(params: Tree) -> bool:
-    """Whether ``params`` is the childless pytree node that ``optax.tree_map_params`` passes to ``init``."""
-    if params is None or isinstance(params, (tuple, list, dict)):
-        return False
-    return not jax.tree.leaves(params, is_leaf=lambda node: node is not params)
-
-
 def init_for(init: Callable[[Tree], State], params: Tree) -> State:
     """Returns ``init(params)``; for the stand-in of ``optax.tree_map_params``, a state with it as the accumulators.
 
     ``optax.tree_map_params`` treats every occurrence of the stand-in in the state as a tree of parameters, and every
     array as something else. The static dtypes of a state are represented by one such array.
     """
-    if not is_stand_in(params):
+    # The stand-in is a pytree node of a class of optax' own, without children.
+    is_container = params is None or isinstance(params, (tuple, list, dict))
+    if is_container or jax.tree.leaves(params, is_leaf=lambda node: node is not params):
         return init(params)
 
     def insert_stand_in(node: Tree) -> Tree:
