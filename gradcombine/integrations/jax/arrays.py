@@ -155,10 +155,12 @@ def explain_state(optimizer: optax.GradientTransformation, state: Tree, params: 
     try:
         yield
     except Exception as error:
-        made, held = (tree.flatten(x)[1] for x in (jax.eval_shape(optimizer.init, params), state))
-        if made == held:
+        difference = None
+        with suppress(Exception):  # its init may raise, too
+            made, held = (tree.flatten(x)[1] for x in (jax.eval_shape(optimizer.init, params), state))
+            difference = None if made == held else tree.difference(made, held)
+        if difference is None:
             raise
-        difference = tree.difference(made, held)
         expected = f"a state of this optimizer: {difference.expected}"
         raise invalid(expected, difference.received, difference.path) from error
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import gradcombine as gc
-from gradcombine.integrations.optax import MultiSteps, skip_large, skip_not_finite
+from gradcombine.integrations.optax import MultiSteps, accumulate, skip_large, skip_not_finite
 from tests.spec.selection import FULL, cases, named
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -218,6 +218,15 @@ def test_the_state_of_another_optimizer_is_named(compat: bool) -> None:
     message = r"MultiSteps: leaf \[0\]: expected a state of this optimizer: .* ScaleByAdamState of 3 here"
     with pytest.raises(gc.GradCombineError, match=message):
         one.update(jnp.ones(2), other.init(jnp.ones(2)))
+
+
+def test_an_error_of_an_optimizer_whose_init_cannot_be_traced_is_its_own() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        raise KeyError("of the optimizer")
+
+    tx = accumulate(optax.GradientTransformation(lambda params: [float(params)], update), every=1)
+    with pytest.raises(KeyError, match="of the optimizer"):
+        tx.update(jnp.float32(1), tx.init(jnp.float32(1)))
 
 
 @pytest.mark.full
