@@ -127,8 +127,7 @@ class FlightRecorder(Recording):
         Raises:
           GradCombineError: for digests of other leaves.
         """
-        if self._file.closed:
-            raise invalid("a recorder that is open", "a closed one")
+        self._require_open()
         self._require_step(step)
         if isinstance(digests, dict):
             digests = {_replica(number): part for number, part in cast("dict[Any, Tree]", digests).items()}
@@ -152,7 +151,7 @@ class FlightRecorder(Recording):
         Raises:
           GradCombineError: for digests of other leaves, or a negative step, in a pending step or a callback.
         """
-        if self._file.closed:
+        if self._is_closed:
             return
         while self._pending:
             try:

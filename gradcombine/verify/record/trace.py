@@ -88,17 +88,21 @@ class Recording:
     def __init__(self) -> None:
         self._errors: list[GradCombineError] = []
         self._lock = threading.Lock()
+        self._is_closed = False
 
     @operation()
     def close(self) -> None:
-        """Waits for pending callbacks.
+        """Waits for pending callbacks; later calls raise.
 
         Raises:
           GradCombineError: the first error in a callback.
         """
         jax = sys.modules.get("jax")
-        if jax is not None:
-            jax.effects_barrier()
+        try:
+            if jax is not None:
+                jax.effects_barrier()
+        finally:
+            self._is_closed = True
         if self._errors:
             raise self._errors[0]
 
@@ -111,6 +115,10 @@ class Recording:
         except GradCombineError:
             if kind is None:
                 raise
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise invalid("a recorder that is open", "a closed one")
 
     def _require_step(self, step: Array) -> None:
         """Raises unless the step is a nonnegative integer scalar; a traced step may turn out negative."""
@@ -126,6 +134,7 @@ class Recording:
         """Calls ``write(step, arrays)`` with NumPy arrays, in a callback if a value is traced."""
 
         def callback(number: Array, *values: Array) -> None:
+            self._require_open()
             try:
                 self._require_step(np.asarray(number))
                 rest = iter(values)
@@ -194,6 +203,7 @@ class Recorder(Recording):
         unknown = [name for name in stages if name not in STAGES]
         if unknown or not stages:
             raise invalid(f"stages of {', '.join(STAGES)}", ", ".join(unknown) or "none")
+        self._require_open()
         step = converted(step)
         self._require_step(step)
         named: dict[str, Array] = {}

@@ -144,6 +144,26 @@ def test_other_shapes_and_dtypes_of_the_same_bytes_are_other_values(other: Any, 
         recorder.close()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_closed_recorder_writes_nothing(compiled: bool, tmp_path: Path) -> None:
+    recorder = record(tmp_path)
+
+    def write(i: Any) -> None:
+        recorder(i, params=X)
+
+    write = jax.jit(write) if compiled else write
+
+    def step(i: int) -> None:
+        write(i)
+        jax.effects_barrier()
+
+    step(0)
+    recorder.close()
+    with pytest.raises(Exception, match="open, received a closed one"):
+        step(1)
+    assert [x.name for x in tmp_path.iterdir()] == ["step_00000000.npz"]
+
+
 def test_replicas_must_agree(tmp_path: Path) -> None:
     """The combined gradient is equal on all replicas and written once; gradients per replica are rejected."""
     grads = np.arange(4, dtype=np.float32)
