@@ -57,9 +57,12 @@ class TensorflowWindow(KerasWindow):
         pairs = zip(dense_gradients(gradients, self._targets), self._targets, strict=True)
         unscaled = [self._unscaled(x, target) for x, target in pairs]
         pending, full = self._windows.contributed(self.parts.split(unscaled), weight)
-        self._windows.write(pending)
         present = {i for i, gradient in enumerate(gradients) if gradient is not None}
-        self.touched.value.assign(self.marked(present, full, pending.after.index))
+        # All replicas compute before any of them writes: a failure on one leaves all windows unchanged.
+        context: Any = tf.distribute.get_replica_context()
+        with run_after([context.merge_call(lambda strategy: tf.constant(0))]):
+            self._windows.write(pending)
+            self.touched.value.assign(self.marked(present, full, pending.after.index))
         self._apply_if(full, present)
 
     @tf.autograph.experimental.do_not_convert

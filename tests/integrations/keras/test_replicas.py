@@ -423,6 +423,29 @@ def test_a_step_that_fails_leaves_the_window() -> None:
     assert float(w) == -2
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_that_fails_on_one_replica_leaves_all_windows(compiled: bool) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        w, optimizer = keras.Variable(0.0), Accumulate(keras.optimizers.SGD(1.0), 2)
+        optimizer.build([w])
+
+    def apply(x: Any) -> None:
+        optimizer.apply([tf.debugging.check_numerics(x, "x") / 2], [w])
+
+    def run(x: Any) -> None:
+        strategy.run(apply, args=(x,))
+
+    step = tf.function(run) if compiled else run
+    step(per_replica(strategy, lambda rank: np.float32(1 + rank)))
+    for failing in 0, 1:
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            step(per_replica(strategy, lambda rank, failing=failing: np.float32(np.nan if rank == failing else 8)))
+        assert [int(x) for x in strategy.experimental_local_results(optimizer._window.leaves[-2].value)] == [1, 1]
+    step(per_replica(strategy, lambda rank: np.float32(3 + rank)))
+    assert w.numpy() == -2.5
+
+
 def test_a_weight_around_the_replicas_is_refused() -> None:
     """Replicas run in other threads, which would not get it."""
     strategy = mirrored()
