@@ -100,11 +100,14 @@ def accumulate(
         levels = (part,) if depth == 1 else binary_counter.empty(part, depth)
         return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
-    def is_full(state: AccumulateState) -> Array:
+    def require_depth(state: AccumulateState) -> None:
         require_state(state)
         if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
             raise invalid(f"a state of {levels}", received)
+
+    def is_full(state: AccumulateState) -> Array:
+        require_depth(state)
         return state.step >= (length_at(length, state.index) if callable(length) else length)
 
     def update(grads: Tree, state: AccumulateState, weight: Scalar = 1.0) -> AccumulateState:
@@ -132,7 +135,7 @@ def accumulate(
         return reduction.finalize(whole_window(reduction, state))
 
     def restart(state: AccumulateState) -> AccumulateState:
-        require_state(state)
+        require_depth(state)
         backend = resolve([state.step, state.index])
         index = backend.where(is_begun(state), state.index + 1, state.index)
         return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
@@ -170,6 +173,7 @@ def replace_window(reduction: Reduction, state: AccumulateState, merged: State) 
 def cleared(reduction: Reduction, levels: tuple[State, ...] | BinaryCounter) -> tuple[State, ...] | BinaryCounter:
     """The levels of an empty window of the same shapes."""
     if isinstance(levels, BinaryCounter):
+        binary_counter.cleared(reduction, levels)  # raises for a state of another reduction
         return levels._replace(filled=levels.filled * 0)
     return (reduction.clear(levels[0]),)
 

@@ -129,3 +129,13 @@ def test_a_window_longer_than_all_of_these_is_refused_and_not_taken_for_over() -
         new.update(np.float32(1), state)
     assert float(new.value(state)) == 6
     assert float(new.value(new.update(np.float32(1), new.restart(state)))) == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_window_of_another_reduction_or_order_is_not_restarted(order: Any) -> None:
+    window = gc.accumulate(gc.reductions.mean(), 4, order=order).init(np.float32(0))
+    with pytest.raises(GradCombineError, match="expected a SumState, received MeanState"):
+        gc.accumulate(gc.reductions.sum(), 4, order=order).restart(window)
+    (other,) = set(ORDERS) - {order}
+    with pytest.raises(GradCombineError, match=r"expected a state of . levels?, received"):
+        gc.accumulate(gc.reductions.mean(), 4, order=other).restart(window)
