@@ -117,7 +117,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             ],
         ),
         Section(
-            "Leaves that agree only with their axes in another order, though their shapes are equal",
+            "Leaves that agree only with their axes in another order than their shapes and names imply",
             "Typical of a kernel that was transposed by mistake or should have been transposed, or of flax's kernel of "
             "a transposed convolution that should have been flipped. It fails if the other kernels follow the "
             "convention of their names. If it is intended, add a rule (transpose).",
