@@ -223,6 +223,8 @@ def _held(x: Any, most: float) -> Any:
         _summed(merge=lambda a, b: np.where(abs(a) < 1e-3, 0 * a, a) + b),
         _summed(update=lambda s, x, w: s + np.minimum(w, np.float32(1)) * x),
         _summed(update=lambda s, x, w: s + np.minimum(w, np.float32(100)) * x),
+        _summed(update=lambda s, x, w: s + np.float32(np.float16(w)) * x),
+        _summed(update=lambda s, x, w: s + np.float32(np.asarray(w, jnp.bfloat16)) * x),
         _summed(merge=lambda a, b: np.where((a == 0).all() & (b == 0).all(), a + 1, a + b)),
         _summed(merge=lambda a, b: a + b if a.ndim else a),
         _summed(merge=lambda a, b: a + b if a.shape != (1,) else a),

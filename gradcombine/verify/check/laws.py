@@ -152,6 +152,8 @@ def _twice(t: Trial) -> Iterator[Sides]:
     r, s, (v, w) = t.reduction, t.state(t.terms[0]), t.terms[1]
     twice = r.update(r.update(s, v, w), v, w)
     yield t.values(r.update(s, v, 2 * w), twice, ("update(s, v, 2 * w)", "update(update(s, v, w), v, w)"))
+    # Weights that are rounded to a narrower dtype double exactly.
+    yield t.values(r.update(s, v, 3 * w), r.update(twice, v, w), ("update(s, v, 3 * w)", "three times update(s, v, w)"))
 
 
 def _clear(t: Trial) -> Iterator[Sides]:
