@@ -172,11 +172,10 @@ class Observer(TorchDispatchMode):
 
 
 def tensors_of(x: Any) -> dict[str, Any]:
-    """Returns a tensor, or the parameters and floating-point buffers of a module, by name."""
+    """Returns a tensor, or the parameters and buffers of a module, by name."""
     if not isinstance(x, torch.nn.Module):
         return {"": x} if isinstance(x, torch.Tensor) else {}
-    buffers = {name: buffer for name, buffer in x.named_buffers() if buffer.is_floating_point()}
-    return {**dict(x.named_parameters()), **buffers}
+    return dict([*x.named_parameters(), *x.named_buffers()])
 
 
 def arrays_of(value: Tree) -> Tree:

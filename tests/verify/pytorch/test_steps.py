@@ -190,6 +190,27 @@ class Biased(torch.nn.Module):
         return self.out(x + functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)))
 
 
+def averaged_module() -> list[Any]:
+    """A module and an average of its parameters that is equal to them, until its second update."""
+    net = Net()
+    return [net, torch.optim.swa_utils.AveragedModel(net)]
+
+
+def averages(each: bool) -> Callable[[int], Any]:
+    """Updates the average before the optimizer's step, once or at each microbatch."""
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> None:
+            model, average = params
+            for _ in range(k if each else 1):
+                average.update_parameters(model)
+            window()(k)(model, batch)
+
+        return step
+
+    return make_step
+
+
 def held(k: int, clears: bool = True, clips: bool = False) -> Any:
     """A step that takes and returns a module and a stateful optimizer, with the loss as a metric."""
 
@@ -304,6 +325,7 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], Any, str]] = {
     "gradients left": (gradients("right"), Net, BATCH, "gradients"),
     "attention": (window(), Attends, BATCH, "params"),
     "biased keys": (window(), Biased, BATCH, "params"),
+    "averaged": (averages(each=False), averaged_module, BATCH, "params"),
     "in a closure": (in_closure("right"), Net, BATCH, "params"),
     "sparse rows": (window("momentum"), SparseRows, BATCH, "params"),
     "sparse rows, left": (gradients("right"), SparseRows, BATCH, "gradients"),
@@ -370,6 +392,7 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], str, Cause]] = {
     "clips each": (acted_on("clips"), Net, "params", Cause.CHANGED_BEFORE),
     "decays at each": (acted_on("decays"), Net, "params", Cause.MOVED),
     "updates at each": (acted_on("updates"), Net, "params", Cause.MOVED_EACH),
+    "averages at each": (averages(each=True), averaged_module, "params", Cause.COUNTED),
     "statistics": (window(), lambda: Net(torch.nn.BatchNorm1d), "params", Cause.STATISTICS),
     "statistics, gradients": (gradients("right"), lambda: Net(torch.nn.BatchNorm1d), "gradients", Cause.STATISTICS),
     "gradients remain": (partial(held, clears=False), module_and_optimizer, "params", Cause.STATE),
