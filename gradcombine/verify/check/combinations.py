@@ -213,6 +213,11 @@ def _levels(case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np
             text = f"the right weights are multiplied by {', '.join(f'{a:.4g}' for a in factors)}"
             if np.ptp(factors) > 2.0**-20 * max(factors) and _same_reversed(case, c, factors, pieces):
                 yield Cause.BY_PLACE, f"{text}, also with the examples reversed{split_by(name)}", exact
+            # Means whose divisors single examples do not show, as max(count, 1) for an example without tokens.
+            shares = [1 / (len(factors) * a) if a else 0.0 for a in factors]
+            if min(shares) > 0 and np.ptp(shares) > EPSILON and abs(sum(shares) - 1) < EPSILON:
+                seen = f"they weigh from {min(shares):.4g} to {max(shares):.4g} in one batch"
+                yield Cause.MEAN_OF_MEANS, seen + split_by(name), exact
             cause = Cause.COEFFICIENTS if all(factors) else Cause.LOST
             yield cause, text + split_by(name), exact
     if case.all_are_means and r[real].min() > -SAME:

@@ -87,6 +87,22 @@ def test_a_mean_of_means_beside_many_leaves_is_no_statistics() -> None:
     assert not report.allowing("statistics").passes
 
 
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_guarded_divisor_of_an_example_without_weight_hides_no_mean_of_means(k: int) -> None:
+    """As in detection: an example without objects has a loss, but only those with objects are counted."""
+
+    def loss(p: Any, part: Any) -> Any:
+        errors = (jnp.tanh(part["x"] @ p) - part["y"][:, None]) ** 2
+        return errors.sum() / jnp.maximum(part["objects"].sum(), 1)
+
+    params = np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32)
+    batch = parts(BATCH, 2)[0] | {"objects": np.float32([0, 3, 4, 6, 8, 8, 8, 9])}
+    report = check_step(averaging(loss), params, batch, microbatches=(k,))
+    assert report.cause is Cause.MEAN_OF_MEANS, str(report)
+    low, high = {2: (13, 33), 4: (3, 17)}[k]
+    assert f"they weigh from {low / 46:.4g} to {high / 46:.4g} in one batch" in report.faults[0].detail
+
+
 def test_a_batch_without_a_gradient_has_no_means() -> None:
     """A microbatch with a small mean is trained on, the full batch is not."""
 
