@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine.verify.check.case import Case, Prediction, split_by
 from gradcombine.verify.check.inner import updated_in_sequence
 from gradcombine.verify.check.leaves import as_floats, changed, flat
-from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Rows
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
 
@@ -210,6 +210,44 @@ def averaged(case: Case, by_all: bool) -> Iterator[Prediction]:
             for i in moving:
                 floats[i] = np.sum([x[i] for x in results], axis=0)
             yield _updated(standard, moving, pieces, name, floats, moving)
+        if by_all and (followed := _following(case, moving, len(pieces))):
+            floats = [followed.get(i, x) for i, x in enumerate(standard.best.floats)]
+            yield _updated(standard, moving, pieces, name, floats, moving)
+
+
+def _following(case: Case, moving: Sequence[int], updates: int) -> dict[int, np.ndarray]:
+    """Returns changes of averages that move towards the parameters: at last to the new ones, before that to the old.
+
+    Each update is a mixture of average and parameter, which may depend on a count. Empty for other leaves.
+    """
+    subject, start, counts = case.standard.subject, case.standard.subject.start, None
+    new, state = [x + y for x, y in zip(start, case.standard.best.floats, strict=False)], list(start)
+    for update in range(updates):
+        result = subject.tried(ONE_BATCH, subject.batch, case.wide, start=state, counts=counts)
+        if result is None:
+            return {}
+        mixture, counts = np.zeros(2), _counts_after(case, moving, result)
+        for i in sorted(moving, key=lambda i: -start[i].size):  # two numbers always fit small leaves
+            fits, change = list[tuple[float, int, np.ndarray]](), result.floats[i].ravel()
+            for j in (j for j in range(len(start)) if j not in moving and start[j].shape == start[i].shape):
+                columns = np.stack([new[j].ravel(), state[i].ravel()], axis=1)
+                if not np.isfinite(columns).all():
+                    continue
+                fitted = np.linalg.lstsq(columns, change)[0] if change.size > len(mixture) else mixture
+                fits.append((float(np.linalg.norm(columns @ fitted - change)), j, fitted))
+            if not fits:
+                return {}
+            _, j, mixture = min(fits, key=lambda x: x[:2])
+            by = result.floats[i] if update == updates - 1 else mixture[0] * start[j] + mixture[1] * state[i]
+            state[i] = changed(state[i], by)
+    return {i: state[i] - start[i] for i in moving}
+
+
+def _counts_after(case: Case, moving: Sequence[int], result: Result) -> list[np.ndarray]:
+    """Returns the state's integers after a batch: new ones if the division has others, or if all floats move."""
+    subject, one, divided = case.standard.subject, case.standard.native.integers, case.native.integers
+    rows = zip(subject.integers, result.integers, one, divided, strict=False)
+    return [y if len(moving) == len(subject.start) or not np.array_equal(a, b) else x for x, y, a, b in rows]
 
 
 def _updated(
@@ -224,7 +262,7 @@ def in_sequence(
 ) -> list[Floats] | None:
     """Runs one batch after the other; each starts with the moving leaves of the state that the batch before it returns.
 
-    Integers of the state, such as step counts, move if all floats do. Returns None if a batch cannot run.
+    Integers of the state, such as step counts, move as `_counts_after` does. Returns None if a batch cannot run.
 
     Args:
       factor: of the changes of the state.
@@ -235,7 +273,7 @@ def in_sequence(
         for rows in batches:
             result = subject.run(ONE_BATCH, subject.rows(rows), case.wide, start=state, counts=counts)
             results.append(result.floats)
-            counts = result.integers if len(moving) == len(state) else None
+            counts = _counts_after(case, moving, result)
             for i in moving:
                 state[i] = changed(state[i], factor * result.floats[i])
     except (NotWide, ValueError):

@@ -66,6 +66,20 @@ def scales_each(state: Any, batch: Any, k: int) -> Any:
     }
 
 
+def averaged_after(updates: int, state: Any, batch: Any, k: int) -> Any:
+    """Counts in a mean of the parameters each microbatch; with the new parameters in the last ``updates``."""
+    old, mean, count = state["params"], state["mean"], state["count"]
+    new = updated(old, defects.right(by_hand.sums, k)(old, batch), 0.1)
+    for i in range(k):
+        params, count = new if i >= k - updates else old, count + np.int32(1)
+        mean = [m + (p - m) / p.dtype.type(count) for m, p in zip(mean, params, strict=True)]
+    return {"params": new, "mean": mean, "count": count}
+
+
+mean_each, mean_of_old = (eager(partial(averaged_after, updates)) for updates in (4, 1))
+MEAN = [0.5 * x for x in by_hand.params()]
+
+
 @pytest.mark.parametrize(
     ("make", "state", "cause", "detail"),
     [
@@ -73,6 +87,8 @@ def scales_each(state: Any, batch: Any, k: int) -> Any:
         (counts_each, {"count": np.int32(3)}, Cause.COUNTED, "an integer in the result is 5 instead of 4"),
         (averages_each, {"average": np.ones(by_hand.LENGTH, np.float32)}, Cause.ADVANCED, "['average'] is updated 2"),
         (scales_each, {"scale": np.full(3, 16, np.float32)}, Cause.ADVANCED, "leaf ['scale'] is updated 2 times"),
+        (mean_each, {"mean": MEAN, "count": np.int32(3)}, Cause.ADVANCED, "leaf ['mean'][0] is updated 2 times"),
+        (mean_of_old, {"mean": MEAN, "count": np.int32(3)}, Cause.ADVANCED, "leaf ['mean'][0] is updated 2 times"),
     ],
 )
 def test_what_is_updated_at_each_microbatch_is_named(
@@ -142,17 +158,17 @@ def has_average(k: int, each: bool) -> Step:
 
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize(
-    ("make", "state", "detail"),
+    ("make", "state", "cause", "detail"),
     [
-        (has_momentum, {"momentum": [0 * x for x in by_hand.params()]}, "leaf ['momentum'][0] by -0.09 times itself"),
-        (has_average, {"average": by_hand.params()}, "in 3 of 6 leaves"),
+        (has_momentum, {"momentum": [0 * x for x in by_hand.params()]}, Cause.ADDED, "['momentum'][0] by -0.09 times"),
+        (has_average, {"average": by_hand.params()}, Cause.ADVANCED, "leaf ['average'][0] is updated 2 times"),
     ],
 )
 def test_a_second_step_shows_the_decay_of_a_state_that_the_first_one_hides(
-    make: Any, state: dict[str, Any], detail: str, each: bool
+    make: Any, state: dict[str, Any], cause: Cause, detail: str, each: bool
 ) -> None:
     report = checked(partial(make, each=each), **state)
-    assert report.cause is (Cause.ADDED if each else None), str(report)
+    assert report.cause is (cause if each else None), str(report)
     assert not each or (report.faults[0].run == "2 microbatches in the second step" and detail in str(report.faults[0]))
 
 
