@@ -215,6 +215,10 @@ def averaged(case: Case, by_all: bool) -> Iterator[Prediction]:
             yield _updated(standard, moving, pieces, name, floats, moving)
 
 
+FITTED = 256
+"""Number of elements of an average by which its parameter is found among those of its shape."""
+
+
 def _following(case: Case, moving: Sequence[int], updates: int) -> dict[int, np.ndarray]:
     """Returns changes of averages that move towards the parameters: at last to the new ones, before that to the old.
 
@@ -228,9 +232,10 @@ def _following(case: Case, moving: Sequence[int], updates: int) -> dict[int, np.
             return {}
         mixture, counts = np.zeros(2), _counts_after(case, moving, result)
         for i in sorted(moving, key=lambda i: -start[i].size):  # two numbers always fit small leaves
-            fits, change = list[tuple[float, int, np.ndarray]](), result.floats[i].ravel()
+            some = slice(None, None, max(start[i].size // FITTED, 1))
+            fits, change = list[tuple[float, int, np.ndarray]](), result.floats[i].ravel()[some]
             for j in (j for j in range(len(start)) if j not in moving and start[j].shape == start[i].shape):
-                columns = np.stack([new[j].ravel(), state[i].ravel()], axis=1)
+                columns = np.stack([new[j].ravel()[some], state[i].ravel()[some]], axis=1)
                 if not np.isfinite(columns).all():
                     continue
                 fitted = np.linalg.lstsq(columns, change)[0] if change.size > len(mixture) else mixture
