@@ -57,18 +57,19 @@ def narrow(case: Case) -> Iterator[Prediction]:
     try:
         for seed in range(points):
             here = standard.at(subject.perturbed(perturbation(seed, 0.5, 0.5))) if seed else standard
-            rows.append(_errors(here, standard.estimated_weights, case.split, other))
+            errors = _errors(here, standard.estimated_weights, case.split, other)
+            *both, _, sizes, allowed = errors
+            limits = ((2 * x.microbatches + 1) * NARROW * sizes + allowed for x in (case.split, other))
+            if any(np.any(np.abs(x) > limit) for x, limit in zip(both, limits, strict=True)):
+                return
+            rows.append(errors)
     except GradCombineError:
         return
     error, second, near, sizes, allowed = (np.concatenate(x) for x in zip(*rows, strict=True))
-    correlations = [
-        float(error @ x) / max(float(np.linalg.norm(error) * np.linalg.norm(x)), 1e-300) for x in (second, near)
-    ]
+    norms = [max(float(np.linalg.norm(error) * np.linalg.norm(x)), 1e-300) for x in (second, near)]
+    correlations = [float(error @ x) / norm for x, norm in zip((second, near), norms, strict=True)]
     beyond, expected = np.count_nonzero(np.abs(error) > allowed), np.count_nonzero(HALF * sizes > allowed)
-    if beyond < max(MIN_NARROW, expected / 16) or max(correlations) > CORRELATED:
-        return
-    limits = [(2 * x.microbatches + 1) * NARROW * sizes + allowed for x in (case.split, other)]
-    if all(np.all(np.abs(x) <= limit) for x, limit in zip((error, second), limits, strict=True)):
+    if beyond >= max(MIN_NARROW, expected / 16) and max(correlations) <= CORRELATED:
         size = f"{np.abs(error).max():.3g} at most, and {np.abs(second).max():.3g} with {other}"
         yield Prediction(Cause.PRECISION, f"errors are within 16-bit rounding: {size}")
 
