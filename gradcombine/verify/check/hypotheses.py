@@ -31,7 +31,7 @@ from gradcombine.verify.check.divided_terms import are_right, divided
 from gradcombine.verify.check.inner import CUTS, before_update, hidden_by_update
 from gradcombine.verify.check.leaves import flat, is_quantized
 from gradcombine.verify.check.moves import added, advanced, averaged, decayed, in_loop, moved, moved_by_shares
-from gradcombine.verify.check.rounding import narrow, rounded
+from gradcombine.verify.check.precision import narrow, rounded
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.separate import beside_statistics, microbatches, neighbors, not_predicted
 from gradcombine.verify.check.standard import Standard, Terms

@@ -21,7 +21,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import flat
-from gradcombine.verify.check.rounding import NARROW
+from gradcombine.verify.check.precision import NARROW
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import finfo, rounding_unit
 
