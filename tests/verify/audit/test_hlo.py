@@ -210,7 +210,27 @@ def test_a_gpu_names_its_groups_in_any_form() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["replica_groups=[1,9999999999]<=[9999999999]", "replica_groups=mesh['a'=8] {'a:(1)2'}, dimensions={0}"]
+    ("mesh", "expected"),
+    [
+        ("['a'=8] {'a':(4)2}", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("['a'=8] {'a':(1)2}, dimensions={0}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("['a'=4,'b'=2] {'b','a':(2)2}", [(0, 2, 1, 3), (4, 6, 5, 7)]),
+        ("['a'=8] {'a':(4)2,'a':(1)2}", [(0, 4, 1, 5), (2, 6, 3, 7)]),
+        ("['a'=8], device_ids=([4,2]T(1,0)) {'a':(2)2}", [(0, 4), (2, 6), (1, 5), (3, 7)]),
+    ],
+)
+def test_a_group_along_a_part_of_an_axis(mesh: str, expected: list[tuple[int, ...]]) -> None:
+    assert groups(f"replica_groups=mesh{mesh}") == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replica_groups=[1,9999999999]<=[9999999999]",
+        "replica_groups=mesh['a'=9999999999] {'a'}",
+        "replica_groups=mesh['a'=8] {'a:(1)2'}, dimensions={0}",
+        *(f"replica_groups=mesh['a'=8] {{{x}}}" for x in ("'b'", "'a':(3)2", "'a':(0)2", "'a':(4)4", "'a','a':(1)2")),
+    ],
 )
 def test_groups_that_are_not_understood_are_refused(text: str) -> None:
     with pytest.raises(GradCombineError, match="expected groups of"):
