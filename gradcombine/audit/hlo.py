@@ -213,29 +213,34 @@ def groups(attributes: str) -> list[Device]:
         order = iota(numbers(match[2]), match[3])
         return [tuple(map(int, row)) for row in order.reshape(numbers(match[1]))]
     if match := re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", attributes):
-        axes = {name: int(n) for name, n in re.findall(r"'?([^'=,]+)'?=(\d+)", match[1])}
-        chosen = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", match[3])
-        ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", match[2])
-        if (match[2].strip() and not ids) or not {name for name, _, _ in chosen} <= set(axes):
-            raise invalid("groups of mesh axes", match[0])
-        parts = [(name, int(start or 1), int(start or 1) * int(size or axes[name])) for name, start, size in chosen]
-        # An axis of length 8 is split as 4, 2, 1 by its part (4)2, of length 2 after a major part of length 4.
-        pieces, lengths = list[tuple[str, int]](), list[int]()
-        for name, n in axes.items():
-            cuts = sorted({1, n, *(cut for other, *ends in parts if other == name for cut in ends)})
-            for start, end in pairwise(cuts):
-                pieces.append((name, start))
-                lengths.append(end // start if start and end % start == 0 else 0)
-        grouped = [
-            i for x, start, end in parts for i, (name, at) in enumerate(pieces) if x == name and start <= at < end
-        ]
-        order = iota(numbers(ids[1]), ids[2]) if ids else iota(tuple(axes.values()))
-        if math.prod(lengths) != order.size or len({*grouped}) < len(grouped):
-            raise invalid("groups of mesh axes", match[0])
-        rest = [i for i in range(len(pieces)) if i not in grouped]
-        size = math.prod(lengths[i] for i in grouped)
-        return [tuple(map(int, row)) for row in order.reshape(lengths).transpose(rest + grouped).reshape(-1, size)]
+        return _along_axes(match)
     return []
+
+
+def _along_axes(match: re.Match[str]) -> list[Device]:
+    """Parses groups along axes of a mesh, or along parts of them: the axes, the devices if permuted, and those chosen.
+
+    An axis of length 8 is split as 4, 2, 1 by its part (4)2, of length 2 after a major part of length 4.
+    """
+    axes = {name: int(n) for name, n in re.findall(r"'?([^'=,]+)'?=(\d+)", match[1])}
+    chosen = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", match[3])
+    ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", match[2])
+    if (match[2].strip() and not ids) or not {name for name, _, _ in chosen} <= set(axes):
+        raise invalid("groups of mesh axes", match[0])
+    parts = [(name, int(start or 1), int(start or 1) * int(size or axes[name])) for name, start, size in chosen]
+    pieces, lengths = list[tuple[str, int]](), list[int]()
+    for name, n in axes.items():
+        cuts = sorted({1, n, *(cut for other, *ends in parts if other == name for cut in ends)})
+        for start, end in pairwise(cuts):
+            pieces.append((name, start))
+            lengths.append(end // start if start and end % start == 0 else 0)
+    grouped = [i for x, start, end in parts for i, (name, at) in enumerate(pieces) if x == name and start <= at < end]
+    order = iota(numbers(ids[1]), ids[2]) if ids else iota(tuple(axes.values()))
+    if math.prod(lengths) != order.size or len({*grouped}) < len(grouped):
+        raise invalid("groups of mesh axes", match[0])
+    rest = [i for i in range(len(pieces)) if i not in grouped]
+    size = math.prod(lengths[i] for i in grouped)
+    return [tuple(map(int, row)) for row in order.reshape(lengths).transpose(rest + grouped).reshape(-1, size)]
 
 
 Shapes = tuple[tuple[Shape, ...], tuple[int, ...]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -85,19 +85,18 @@ class FedBack(Wrapper):
 
     def init(self, like: Tree) -> State:
         state = self.of.init(like)
-        return FedBackState(state, self._no_residuals(state))
+        return FedBackState(state, self._residuals(state, lambda a: _no_residual(resolve([a]), a)))
 
-    def _no_residuals(self, state: TreewiseState) -> Tree:
+    def _residuals(self, state: TreewiseState, make: Callable[[Array], Array]) -> Tree:
+        """``make(accumulator)`` for each leaf that the wire compresses, None for others."""
         structure, wire = tree.flatten(state.dtypes, tree.is_static)[1], self.of.wire
         assert wire is not None
         accumulators = tree.split_as(structure, state.value)
 
-        def zeros(path: str, a: Any) -> Any:
-            if isinstance(a, tree.Static) or wire.keeps(path, tuple(a.shape)):
-                return None
-            return _no_residual(resolve([a]), a)
+        def residual(path: str, a: Any) -> Any:
+            return None if isinstance(a, tree.Static) or wire.keeps(path, tuple(a.shape)) else make(a)
 
-        return tree.unflatten(structure, map(zeros, structure.paths(), accumulators))
+        return tree.unflatten(structure, map(residual, structure.paths(), accumulators))
 
     def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         state = self.require(state)
@@ -119,7 +118,9 @@ class FedBack(Wrapper):
     def clear(self, state: State) -> State:
         """An empty window, which keeps the residual."""
         empty = self.of.clear(self.require(state).state)
-        tree.require_alike(self._no_residuals(empty), state.residual)
+        # Forms without elements: a check at the end of each window must not copy a tree of gradients.
+        forms = self._residuals(empty, lambda a: np.broadcast_to(np.float32(0), tuple(a.shape)))
+        tree.require_alike(forms, state.residual)
         return FedBackState(empty, state.residual)
 
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
@@ -133,7 +134,7 @@ class FedBack(Wrapper):
             total = backend.cast(reduce(backend.add, weights), dtypes.FLOAT32)
             return total, (total > zero) & (total < infinity)
 
-        divisor, errors = one, list[Array]()
+        divisor, is_weight, errors = one, None, list[Array]()
         if self.of.divides:
             total, is_weight = counted(collective.all_sum([backend.asarray(x) for x in parts(state.state.weight)]))
             divisor = backend.where(is_weight, total, one)
@@ -146,7 +147,8 @@ class FedBack(Wrapper):
         accumulators = map(added, tree.split_as(structure, state.state.value), leaves)
         of_window = state.state._replace(value=tree.unflatten(structure, accumulators))
         merged = self.of.all_merge(of_window, collective, "sequential", errors)
-        _, is_weight = counted([backend.asarray(x) for x in parts(merged.weight)])
+        if is_weight is None:
+            _, is_weight = counted([backend.asarray(x) for x in parts(merged.weight)])
         remaining = iter(errors)
 
         def left(x: Array) -> Array:

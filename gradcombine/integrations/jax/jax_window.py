@@ -13,7 +13,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from gradcombine.backends.jax_backend import BACKEND, vary, varying
 from gradcombine.backends.jax_collective import JaxAxis
-from gradcombine.integrations.jax.on_replicas import finalized, is_sharded, on_replicas, require_jax_collective
+from gradcombine.integrations.jax.on_replicas import finalized, is_sharded, on_replicas, require_jax_collective, unbound
 from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState, Array, State, Tree
 
@@ -47,15 +47,16 @@ class ReplicatedWindow(Window):
         return array.nbytes >= SEPARATE_BYTES * array.shape[0] and not is_sharded(self.over, self.params)
 
     def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
-        if not isinstance(self.over, JaxAxis) or self.over.is_bound():
+        axis = unbound(self.over)
+        if axis is None:
             return super().exchanged(state, taken)
 
         def merge(counters: Tree, batch: Tree, levels: Tree) -> tuple[State, list[Array]]:
             return self.merged(AccumulateState(levels, *counters), taken)
 
         counters = state.step, state.index
-        merged, arrays = on_replicas(self.over, merge, counters, local=state.levels)
-        return finalized(self.over, self.reduction, merged, self.params), arrays
+        merged, arrays = on_replicas(axis, merge, counters, local=state.levels)
+        return finalized(axis, self.reduction, merged, self.params), arrays
 
 
 Run: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]

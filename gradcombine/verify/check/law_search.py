@@ -105,7 +105,8 @@ def check_reduction(
     shapes and dtypes; they do not change their arguments, and are deterministic; the empty state is the identity of
     ``merge``; ``update(s, v, w) == merge(s, update(init, v, w))``; a contribution of weight 0 changes nothing, even if
     it is NaN; ``clear`` returns the empty state; ``merge`` is associative and commutative; twice the weight counts as
-    two contributions; a list, time, replicas and mixtures of them give the same value in both orders.
+    two contributions, and three times as three; a list, time, replicas and mixtures of them give the same value in both
+    orders.
 
     Hypothesis generates and shrinks the contributions, deterministically. Some are scaled by 2**20 or 2**-20, have
     weights times 683, or are 255 or 2,047 times in a state, to find sums and counters that saturate. Also tests

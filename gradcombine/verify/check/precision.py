@@ -90,5 +90,6 @@ def _errors(standard: Standard, weights: np.ndarray | None, split: Split, other:
 
 
 def _nearby(subject: Subject, split: Split) -> np.ndarray:
+    """Returns the result of a division for nearby inputs, which are the same for all divisions."""
     noises = perturbation(0, NEARBY), perturbation(1, NEARBY)
     return flat(subject.run(split, subject.batch, noise=noises[0], batch_noise=noises[1]).floats)
