@@ -143,9 +143,10 @@ def train_step(
       of the window that the call applied.
 
     Raises:
-      GradCombineError: as `value_and_grad` and `gradcombine.accumulate`; for both ``every`` and ``microbatches``; for
-        an ``optimizer`` that is not an optax transformation; for donated buffers, and arguments on different devices.
-        Errors are raised while tracing: nothing has been donated then, and the state is unchanged.
+      GradCombineError: as `value_and_grad` and `gradcombine.accumulate`; for both ``every`` and ``microbatches``, or an
+        option or state of the other one; for an ``optimizer`` that is not an optax transformation; for donated buffers,
+        and arguments on different devices. Errors are raised while tracing: nothing has been donated then, and the
+        state is unchanged.
 
     Donation: parameters, optimizer state and window are updated in place. The window needs memory for one accumulator
     per parameter (more in precisions other than "fast" and in order "tree") and for the gradients of one microbatch,
@@ -191,8 +192,11 @@ def train_step(
     require_one("every or microbatches", every, microbatches)
     length = 1 if every is None else every
     scanned = None if microbatches is None else valid("microbatches", microbatches)
-    if scanned is None and objective.loss.totals == "counted":
-        raise invalid("microbatches, for totals that are counted before a window", "every")
+    if scanned is not None and max_every is not None:
+        raise invalid("every, for max_every", "microbatches")
+    if scanned is None and (interleaved or objective.loss.totals == "counted"):
+        cause = "interleaved" if interleaved else "totals that are counted before a window"
+        raise invalid(f"microbatches, for {cause}", "every")
 
     def functions(loss: Loss) -> StepFunctions:
         of_arrays = replace(objective, loss=loss)

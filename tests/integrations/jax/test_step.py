@@ -332,6 +332,8 @@ def made(loss: Any = linear, optimizer: Any = NEGATE, **options: Any) -> Any:
         ({"every": 2.5}, "received 2.5"),
         ({"microbatches": 0}, r"expected from 1 to 2\*\*24 microbatches"),
         ({"every": 2, "microbatches": 2}, "expected every or microbatches, received both"),
+        ({"every": 2, "interleaved": True}, "expected microbatches, for interleaved, received every"),
+        ({"microbatches": 2, "max_every": 4}, "expected every, for max_every, received microbatches"),
         ({"optimizer": optax.sgd}, "expected an optax.GradientTransformation, received function"),
         ({"every": lambda index: 2, "order": "tree"}, "expected max_every"),
         ({"over": None}, "expected a collective"),
@@ -401,6 +403,13 @@ def test_the_state_of_another_optimizer_is_named(settings: dict[str, Any]) -> No
     message = r"leaf \[0\]: expected a state of this optimizer: .* ScaleByAdamState of 3 here, received a EmptyState"
     with pytest.raises(gc.GradCombineError, match=message):
         adam(params, sgd.init(params), x)
+
+
+def test_a_window_of_several_calls_is_not_lost_in_a_step_of_full_windows() -> None:
+    params = start()
+    _, state, _ = train_step(linear, NEGATE, every=4).function(params, train_step(linear, NEGATE).init(params), X[0])
+    with pytest.raises(gc.GradCombineError, match=r"leaf .window.levels: expected \(\), .* received a window of every"):
+        train_step(linear, NEGATE, microbatches=2)(params, state, X[0])
 
 
 def test_a_carry_is_asked_for_and_refused() -> None:
