@@ -330,25 +330,34 @@ def decayed(case: Case) -> Iterator[Prediction]:
 
     def solved(
         simulate: Simulation, pieces: Sequence[Rows], weights: np.ndarray, factor: float
-    ) -> tuple[float, list[np.ndarray]]:
+    ) -> tuple[float, list[np.ndarray]] | None:
+        """The factor and its result; None if the factor does not explain the difference, even to first order."""
+
+        def missing(factor: float) -> np.ndarray:
+            return flat(result) - flat(simulate(pieces, weights, factor))
+
+        unexplained = float(np.linalg.norm(missing(0)))
         for _ in range(NEWTON_STEPS):
-            predicted = flat(simulate(pieces, weights, factor))
-            slope = (flat(simulate(pieces, weights, factor * NEARBY)) - predicted) / (0.01 * factor or 1)
-            factor += float((flat(result) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
-        return factor, simulate(pieces, weights, factor)
+            left = missing(factor)
+            slope = (left - missing(factor * NEARBY)) / (0.01 * factor or 1)
+            step = float(left @ slope) / max(float(slope @ slope), 1e-300)
+            if 2 * np.linalg.norm(left - step * slope) > unexplained:
+                return None  # the weights explain the difference, not the factor
+            factor += step
+        predicted = simulate(pieces, weights, factor)
+        return (factor, predicted) if 4 * np.linalg.norm(flat(result) - flat(predicted)) <= unexplained else None
 
     for name, pieces in case.partitions.items():
         first = float(difference @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
         shared = dict.fromkeys(product(range(len(pieces)), (0.0, first, first * NEARBY)))
         for weights, simulate in product(case.weights_of(pieces), (at_start, at_each)):
             try:
-                factor, predicted = solved(simulate, pieces, weights, first)
-                without = simulate(pieces, weights, 0)
+                found = solved(simulate, pieces, weights, first)
             except (NotWide, ValueError):
                 continue
-            errors = [float(np.linalg.norm(flat(result) - flat(x))) for x in (predicted, without)]
-            if errors[1] < 4 * errors[0]:
-                continue  # the weights explain the difference, not the factor
+            if found is None:
+                continue
+            factor, predicted = found
             detail = f"by {factor:.6g} times themselves at each microbatch{split_by(name)}"
             yield Prediction(Cause.MOVED, detail, [*predicted, *others], len(pieces), range(len(start)))
 
