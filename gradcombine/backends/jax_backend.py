@@ -154,8 +154,9 @@ class JaxBackend(Backend):
             def of_nonzero(*arrays: Array) -> list[Array]:
                 return list(surrogate(*replaced(leaves, traced, replaced(primals, nonzero, arrays))))
 
-            _, out = jax.jvp(of_nonzero, [primals[i] for i in nonzero], [tangents[i] for i in nonzero])
-            return call(*primals), out
+            values, out = jax.jvp(of_nonzero, [primals[i] for i in nonzero], [tangents[i] for i in nonzero])
+            # In the body of a scan, JAX 0.10 replaces `call` by `function`, whose own derivative must not be taken.
+            return list(map(_with_derivative, call(*map(lax.stop_gradient, primals)), values)), out
 
         call.defjvp(rule, symbolic_zeros=True)
         return call(*(leaves[i] for i in traced))
@@ -223,6 +224,18 @@ class JaxBackend(Backend):
             checkify.check(jnp.all(condition), message)
         else:
             super().check(condition, operation, expected, received)
+
+
+def _with_derivative(value: Array, surrogate: Array) -> Array:
+    """``value`` with the derivative of ``surrogate``."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    if jnp.iscomplexobj(value):
+        return lax.complex(*map(_with_derivative, (value.real, value.imag), (surrogate.real, surrogate.imag)))
+    shifted = value - (lax.stop_gradient(surrogate) - surrogate)
+    word = f"uint{jnp.finfo(value.dtype).bits}"
+    unchanged = lax.bitcast_convert_type(shifted, word) == lax.bitcast_convert_type(value, word)
+    return jnp.where(unchanged, shifted, value)  # not for infinities, nor for subnormal numbers, which XLA flushes
 
 
 @partial(jax.jit, static_argnums=(0, 1))

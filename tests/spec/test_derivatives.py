@@ -255,6 +255,35 @@ def test_exact_through_states_in_jax(place: str, second: str) -> None:
     check(jax_derivatives(JAX_STATES[place], reduction, second), true_derivatives(FORMULAS["mean"]))
 
 
+@pytest.mark.parametrize(
+    ("reduction", "order"), [(EXACT["mean"], "sequential"), (reductions.mean(), "tree")], ids=["exact", "tree"]
+)
+def test_second_derivatives_in_the_body_of_a_scan(reduction: gc.Reduction, order: Any) -> None:
+    """There JAX 0.10 replaces a function with a custom derivative by the function itself after the first derivative."""
+    acc = gc.accumulate(reductions.mean(), every=8, order=order)
+
+    def scanned_loss(over_time: bool, xs: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            total, state = carry
+            total = total + jnp.sin(gc.combine(reduction, [x, x * x, total * x], order=order)).sum()
+            return (total, acc.update(x * total, state) if over_time else state), None
+
+        (total, state), _ = jax.lax.scan(body, (jnp.zeros(()), acc.init(xs[0])), xs)
+        return total + jnp.sin(acc.value(state)).sum()
+
+    def plain_loss(over_time: bool, xs: Any) -> Any:
+        total, products = jnp.zeros(()), []
+        for x in xs:
+            total = total + jnp.sin((x + x * x + total * x) / 3).sum()
+            products.append(x * total)
+        return total + (jnp.sin(sum(products) / len(products)).sum() if over_time else 0)
+
+    def second(loss: Any) -> Any:
+        return jax.grad(lambda xs: (jax.grad(partial(loss, order == "tree"))(xs) * ALONG_X).sum())(jnp.asarray(X))
+
+    np.testing.assert_allclose(second(scanned_loss), second(plain_loss), rtol=1e-4)
+
+
 @pytest.mark.cpus
 @pytest.mark.sampled
 @pytest.mark.parametrize("place", JAX_STATES)
