@@ -75,7 +75,7 @@ def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
       run: ends a window, for instance.
     """
     if not isinstance(condition, Tracer):
-        return _run_if_concrete(condition, run, kept)
+        return conditional(condition, run, kept)
     branch = _Branch(run, kept)
     flat = BACKEND.custom_derivative(branch.loop, branch.conditional, [condition, *branch.arguments])
     return branch.results(flat)
@@ -83,13 +83,9 @@ def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
 
 def conditional(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
     """`run_if` as a conditional, which XLA turns into selects on GPUs if all of its operations are elementwise."""
-    if not isinstance(condition, Tracer):
-        return _run_if_concrete(condition, run, kept)
-    branch = _Branch(run, kept)
-    return branch.results(branch.conditional(condition, *branch.arguments))
-
-
-def _run_if_concrete(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
+    if isinstance(condition, Tracer):
+        branch = _Branch(run, kept)
+        return branch.results(branch.conditional(condition, *branch.arguments))
     if condition:
         return run(kept)
     return kept, jax.tree.map(jnp.zeros_like, jax.eval_shape(run, kept)[1])
