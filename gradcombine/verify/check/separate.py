@@ -225,12 +225,13 @@ def clip_bound(standard: Standard, results: Sequence[Floats], leaves: Sequence[i
     vectors = [flat([x[i] for i in leaves]) for x in results]
     norms, maxima = [float(np.linalg.norm(x)) for x in vectors], [_repeated_maximum(np.abs(x)) for x in vectors]
     for sizes, order, text in ((norms, 2, "a norm of"), (maxima, np.inf, "a largest element of")):
-        top = max(sizes)
-        first, *others = [x for x, y in zip(vectors, sizes, strict=True) if y >= top * (1 - CLOSE)]
+        top = max(float(np.linalg.norm(x, order)) for x in vectors)
+        largest = [x for x, y in zip(vectors, sizes, strict=True) if y >= top * (1 - CLOSE)]
         smallest = 0 if sizes is norms else top * (1 - CLOSE)
-        for x in others if top > 0 else ():
-            compared = np.maximum(np.abs(x), np.abs(first)) >= smallest
-            if np.any(np.abs(x - first)[compared] > SAME * top) and not _is_exceeded(standard, leaves, order, top):
+        for x in largest[1:] if top > 0 else ():
+            compared = np.maximum(np.abs(x), np.abs(largest[0])) >= smallest
+            differs = np.any(np.abs(x - largest[0])[compared] > SAME * top)
+            if differs and not _is_exceeded(standard, leaves, order, top):
                 return f"{text} {top:.6g}"
     return ""
 

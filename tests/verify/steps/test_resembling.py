@@ -238,6 +238,24 @@ def test_a_bias_after_normalization_is_not_clipped(k: int) -> None:
     assert report.cause is Cause.STATISTICS and report.allowing("statistics").passes, str(report)
 
 
+def test_the_rounding_of_parameters_is_no_clipping() -> None:
+    """Copies of one example have no covariance, and change the parameters by few units in their last place."""
+
+    def make_step(k: int) -> Any:
+        def gradient(x: Any, y: Any) -> Any:
+            return ((x - x.mean(0)) * y[:, None] + np.float32(3e-7) * x).mean(0)
+
+        def step(w: Any, batch: Any) -> Any:
+            pieces = zip(*(np.split(np.float32(batch[name]), k) for name in "xy"), strict=True)
+            return np.float32(w) - np.float32(0.1 / k) * sum(gradient(x, y) for x, y in pieces)
+
+        return step
+
+    w = np.linspace(0.5, 0.9, 5, dtype=np.float32)
+    report = check_step(make_step, w, BATCH, microbatches=(2,), returns="params")
+    assert report.cause is Cause.STATISTICS, str(report)
+
+
 def test_groups_that_are_divided_are_statistics() -> None:
     """Copies of one example in a group have no advantage, so mixtures of copies show nothing."""
 
