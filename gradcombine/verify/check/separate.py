@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, explained, numbers, split_by
 from gradcombine.verify.check.combinations import linear
-from gradcombine.verify.check.leaves import flat, over
+from gradcombine.verify.check.leaves import flat, over, rms
 from gradcombine.verify.check.moves import in_sequence
 from gradcombine.verify.check.running import ONE_BATCH, Floats, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -54,7 +54,9 @@ def _of_microbatches(
         return cause, f"examples {numbers(lost)} are missing"
     best = standard.best.floats
     results, leaves = [best, *floats, *(x.floats for x in standard.columns if x is not None)], _gradients(standard)
-    for some in (leaves, *([i] for i in leaves if best[i].size > 1)):
+    allowed = standard.allowed(standard.wide is not None)
+    seen = [i for i in leaves if best[i].size > 1 and max(rms(x[i]) for x in results) > 2 * allowed[i]]
+    for some in (leaves, *([i] for i in seen)):
         if bound := clip_bound(standard, results, some):
             return Cause.CHANGED_BEFORE, f"several microbatches or examples have {bound}"
     hides = standard.subject.returns_params and not standard.observed and standard.uninformative(faults=True)

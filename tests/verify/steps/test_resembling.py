@@ -256,6 +256,28 @@ def test_the_rounding_of_parameters_is_no_clipping() -> None:
     assert report.cause is Cause.STATISTICS, str(report)
 
 
+def test_rounding_of_a_bias_before_normalization_is_no_clipping() -> None:
+    """The bias has no gradient, only the same few units of rounding in several microbatches."""
+    rng, optimizer = np.random.default_rng(1), optax.adam(0.01)
+    shapes = {"w": (6, 8), "bias": 8, "out": 8}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    batch = {name: rng.normal(size=shape).astype(np.float32) for name, shape in {"x": (8, 6), "y": 8}.items()}
+
+    def loss(p: Any, part: Any) -> Any:
+        h = part["x"] @ p["w"] + p["bias"]
+        return ((jnp.tanh((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)) @ p["out"] - part["y"]) ** 2).mean()
+
+    def make_step(k: int) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            updates, moments = optimizer.update(averaging(loss)(k)(state[0], batch), state[1])
+            return optax.apply_updates(state[0], updates), moments
+
+        return jax.jit(step)
+
+    report = check_step(make_step, (params, optimizer.init(params)), batch, microbatches=(2,), returns="params")
+    assert report.cause is Cause.STATISTICS, str(report)
+
+
 def test_groups_that_are_divided_are_statistics() -> None:
     """Copies of one example in a group have no advantage, so mixtures of copies show nothing."""
 
