@@ -12,15 +12,16 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from gradcombine import tree
 from gradcombine.types import Tree
-from gradcombine.verify.check.leaves import array_of
-from gradcombine.verify.check.retyping import inner, mapped, operations
+from gradcombine.verify.check.leaves import array_of, flattened
+from gradcombine.verify.check.retyping import Traced, inner, inputs_among, mapped, operations, with_inputs
 from gradcombine.verify.check.running import NotWide, Split, Subject
 from gradcombine.verify.check.step_program import scope_of
 
@@ -65,8 +66,11 @@ class Recorded:
         self._sizes: tuple[tuple[Hashable, int], ...] = ()
         """The axes of the mesh around an operation, with their sizes."""
         self._leaves = len(subject.param_leaves)
+        self._params, self._structure = flattened(subject.params)
+        """Leaves and structure of the parameters; those that are no arrays, such as functions, are constants."""
 
-        def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
+        @jax.jit
+        def run(arrays: Sequence[Any], replacement: tuple[Tree, Sequence[Any], Any]) -> list[Any]:
             batch, values, chosen = replacement
             pairs = iter([*zip(values, chosen, strict=True)])
 
@@ -74,19 +78,28 @@ class Recorded:
                 value, replaces = next(pairs)
                 return jax.numpy.where(replaces, value.astype(x.dtype), x)
 
-            return self._run(params, batch, replace)[0]
+            return self._run(arrays, batch, replace)[0]
 
-        self.rest = jax.jit(rest)
+        def rest(params: Tree, replacement: tuple[Tree, Sequence[Any], Any]) -> Tree:
+            arrays = run(self._arrays(params), replacement)
+            return self._traced.tree(arrays)
+
+        self.rest = rest
         self.values = lru_cache(maxsize=2)(self._values)
-        jax.eval_shape(self.values(), subject.params, subject.batch)
+        jax.eval_shape(partial(self.values(), subject.params), subject.batch)
 
     def _values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
-        def step(params: Tree, batch: Tree) -> list[Any]:
-            _, visited = self._run(params, batch, lambda x: x)
+        def step(arrays: Sequence[Any], batch: Tree) -> list[Any]:
+            _, visited = self._run(arrays, batch, lambda x: x)
             # Indices depend on the batch: for one of another size, other values may have the parameters' shapes.
             return [visited[i] for i in self.inputs(*lengths)] if lengths else visited
 
-        return import_module("jax").jit(step)
+        compiled = import_module("jax").jit(step)
+        return lambda params, batch: compiled(self._arrays(params), batch)
+
+    def _arrays(self, params: Tree) -> list[Any]:
+        leaves, _ = flattened(params)
+        return [leaves[i] for i in inputs_among(self._params)]
 
     def inputs(self, *lengths: int) -> tuple[int, ...]:
         """Returns the indices of the inputs of the last ``length`` operations, in order of use, for each length."""
@@ -132,18 +145,24 @@ class Recorded:
     def shapes(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.operations[i][1] for i in indices]
 
-    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> tuple[Tree, list[Any]]:
-        """Runs the step; returns its result and the recorded values, or what ``visit`` made of them."""
-        jax = import_module("jax")
-        program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
+    def _run(self, arrays: Sequence[Any], batch: Tree, visit: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the step; returns the arrays of its result and the recorded values, or what ``visit`` made of them."""
+        rows, structure = flattened(batch)
+        params, count = with_inputs(self._params, arrays), len(self._params)
+
+        def of_leaves(leaves: list[Any]) -> Tree:
+            state, examples = tree.unflatten(self._structure, leaves[:count]), tree.unflatten(structure, leaves[count:])
+            return self._step(state, examples)
+
+        self._traced = Traced(of_leaves, [*params, *rows])
         self.operations, self.dependencies, self._visited, self._users = [], [], [], defaultdict(list)
-        arguments = [Tracked(x, constant=hash(("state", i))) for i, x in enumerate(jax.tree.leaves(params))]
-        arguments += [Tracked(x, (EXAMPLES,)) for x in jax.tree.leaves(batch)]
-        results = self._evaluate(program, arguments, visit)
+        arguments = [Tracked(x, constant=hash(("state", i))) for i, x in enumerate(arrays)]
+        arguments += [Tracked(x, (EXAMPLES,)) for x in self._traced.arrays([*params, *rows])[len(arrays) :]]
+        results = self._evaluate(self._traced.jaxpr, arguments, visit)
         state = [x.dependencies or () for x in results[: self._leaves] if np.ndim(x.value)]
         self._state = [x[0] for x in state if len(x) == 1 and x[0] >= 0]
         visited, self._visited = self._visited, []
-        return jax.tree.unflatten(jax.tree.structure(shape), [x.value for x in results]), visited
+        return [x.value for x in results], visited
 
     def _evaluate(self, program: Any, arguments: Sequence[Tracked], visit: Callable[[Any], Any]) -> list[Tracked]:
         """Evaluates a program with results of ``visit`` in place of the recorded values; inlines jitted functions."""

@@ -34,8 +34,8 @@ class NotWide(Exception):  # noqa: N818 (an answer, not an error)
     """Raised with the reason why something cannot be computed in float64."""
 
 
-class Program:
-    """JAX program of a function of leaves that returns a tree, which runs in float64.
+class Traced:
+    """JAX program of a function of leaves that returns a tree.
 
     Args:
       function: from a list of leaves to a tree; leaves may be other objects than arrays.
@@ -43,33 +43,63 @@ class Program:
 
     Attributes:
       jaxpr: the traced ClosedJaxpr, from arrays to arrays.
-      problem: the reason why it does not run in float64; empty if it does.
     """
 
     _structure: tree.Structure
 
     def __init__(self, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> None:
-        jax = sys.modules["jax"]
-        self._inputs = [i for i, x in enumerate(leaves) if is_present(x) and not isinstance(x, NUMBERS)]
-        self._outputs, self._results = list[int](), list[Any]()
+        self._inputs, self._outputs, self._results = inputs_among(leaves), list[int](), list[Any]()
 
         def run(arrays: Arrays) -> list[Any]:
-            arguments = list(leaves)
-            for i, x in zip(self._inputs, arrays, strict=True):
-                arguments[i] = x
-            results, self._structure = flattened(function(arguments))
+            results, self._structure = flattened(function(with_inputs(leaves, arrays)))
             self._outputs = [i for i, x in enumerate(results) if is_present(x)]
             self._results = [None if i in self._outputs else x for i, x in enumerate(results)]
             return [results[i] for i in self._outputs]
 
-        arrays = self._arrays(leaves)
-        self.jaxpr = jax.make_jaxpr(run)(arrays)
+        self.jaxpr = sys.modules["jax"].make_jaxpr(run)(self.arrays(leaves))
+
+    def arrays(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the arrays among the arguments of the function."""
+        return [leaves[i] for i in self._inputs]
+
+    def tree(self, arrays: Arrays) -> Tree:
+        """Builds the result of the function from the arrays that the program returned."""
+        leaves = list(self._results)
+        for i, x in zip(self._outputs, arrays, strict=True):
+            leaves[i] = x
+        return tree.unflatten(self._structure, leaves)
+
+
+def inputs_among(leaves: Sequence[Any]) -> list[int]:
+    """Returns the indices of the arrays; numbers, functions and names are constants of a program."""
+    return [i for i, x in enumerate(leaves) if is_present(x) and not isinstance(x, NUMBERS)]
+
+
+def with_inputs(leaves: Sequence[Any], arrays: Arrays) -> list[Any]:
+    """Returns the leaves with other arrays."""
+    replaced = list(leaves)
+    for i, x in zip(inputs_among(leaves), arrays, strict=True):
+        replaced[i] = x
+    return replaced
+
+
+class Program(Traced):
+    """`Traced` program that runs in float64.
+
+    Attributes:
+      problem: the reason why it does not run in float64; empty if it does.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> None:
+        super().__init__(function, leaves)
+        jax = sys.modules["jax"]
         self._run = jax.jit(self._evaluate)
         self.problem = ""
         try:
             with wide():  # with the dtypes of the float64 run, which is then not traced again
                 like = [
-                    jax.ShapeDtypeStruct(x.shape, _wide(x.dtype), sharding=getattr(x, "sharding", None)) for x in arrays
+                    jax.ShapeDtypeStruct(x.shape, _wide(x.dtype), sharding=getattr(x, "sharding", None))
+                    for x in self.arrays(leaves)
                 ]
                 jax.eval_shape(self._run, self.jaxpr.consts, like)
         except Exception as error:  # operations without float64 support, and foreign ones, may raise anything
@@ -77,7 +107,7 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Tree:
         """Runs the program in float64 on leaves of the traced shapes; to be called within `wide`."""
-        return self._tree(self._run(self.jaxpr.consts, self._arrays(leaves)))
+        return self.tree(self._run(self.jaxpr.consts, self.arrays(leaves)))
 
     def scaled(
         self, leaves: Sequence[Any], index: Callable[[Any], int | None], factors: Sequence[Sequence[float]]
@@ -95,8 +125,8 @@ class Program:
             with _set(DIVISORS, factor):
                 return self._evaluate(consts, arrays)
 
-        compiled, arrays = sys.modules["jax"].jit(run), self._arrays(leaves)
-        return [self._tree(compiled(self.jaxpr.consts, arrays, np.array(vector))) for vector in factors]
+        compiled, arrays = sys.modules["jax"].jit(run), self.arrays(leaves)
+        return [self.tree(compiled(self.jaxpr.consts, arrays, np.array(vector))) for vector in factors]
 
     def rounded(self, leaves: Sequence[Any], equations: Sequence[Any]) -> Tree:
         """Runs the program in float64, but rounds the results of these equations to their own dtype."""
@@ -105,17 +135,7 @@ class Program:
             with _set(ROUNDED, set(map(id, equations))):
                 return self._evaluate(consts, arrays)
 
-        return self._tree(sys.modules["jax"].jit(run)(self.jaxpr.consts, self._arrays(leaves)))
-
-    def _arrays(self, leaves: Sequence[Any]) -> list[Any]:
-        return [leaves[i] for i in self._inputs]
-
-    def _tree(self, arrays: Arrays) -> Tree:
-        """Builds the result of the function from the arrays that the program returned."""
-        leaves = list(self._results)
-        for i, x in zip(self._outputs, arrays, strict=True):
-            leaves[i] = x
-        return tree.unflatten(self._structure, leaves)
+        return self.tree(sys.modules["jax"].jit(run)(self.jaxpr.consts, self.arrays(leaves)))
 
     def _evaluate(self, consts: Arrays, arrays: Arrays) -> list[Any]:
         jaxpr, jnp = self.jaxpr.jaxpr, sys.modules["jax"].numpy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +145,31 @@ def test_a_mean_times_a_number_that_a_loop_counts_is_not_hidden_by_clipping(tx: 
 
     state = PARAMS, OPTIMIZERS[tx].init(PARAMS)
     assert check_step(make_step, state, ROWS, microbatches=(2,), returns="params").cause is Cause.SUM
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_functions_and_settings_in_a_module_hide_no_gradient(right: bool) -> None:
+    def make_step(k: int) -> Step:
+        @eqx.filter_jit
+        def step(state: Any, batch: Any) -> Any:
+            def loss(model: Any, rows: Any) -> Any:
+                total = jnp.sum((jax.vmap(model)(rows["x"]) - rows["y"]) ** 2 * rows["mask"][:, None])
+                return total * k / batch["mask"].sum() if right else total / rows["mask"].sum()
+
+            model, rows = state[0], stacked(batch, k)
+            made = [eqx.filter_grad(loss)(model, jax.tree.map(lambda x: x[i], rows)) for i in range(k)]  # noqa: B023
+            gradient = jax.tree.map(lambda *x: sum(x) / k, *made)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, inner = CLIPPED_ADAM.update(gradient, state[1])
+            return eqx.apply_updates(model, updates), inner
+
+        return step
+
+    first, last = (eqx.nn.Linear(5, n, key=jax.random.key(n)) for n in (5, 3))
+    model = eqx.nn.Sequential([first, eqx.nn.Lambda(jnp.tanh), eqx.nn.Dropout(inference=True), last])
+    state = model, CLIPPED_ADAM.init(eqx.filter(model, eqx.is_inexact_array))
+    report = check_step(make_step, state, MASKED, microbatches=(2,), returns="params")
+    assert (report.verdict, report.cause) == ((Verdict.PASSES, None) if right else (Verdict.FAILS, Cause.MEAN_OF_MEANS))
 
 
 def test_clipping_before_a_division_by_a_counted_number_is_named() -> None:
