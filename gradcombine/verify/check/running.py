@@ -141,7 +141,8 @@ class Subject:
     def after_one_batch(self) -> Subject:
         """Returns this subject with the parameters that one batch of its step returns."""
         other = copy.copy(self)
-        other._params = flattened(self.call(self.step(ONE_BATCH), self.batch, wide=False)[0])[0][: len(self._params)]
+        new, _ = flattened(self.call(self.step(ONE_BATCH), self.batch, wide=False)[0])
+        other._params = [x if isinstance(x, float | complex) else y for x, y in zip(self._params, new, strict=False)]
         return other
 
     def perturbed(self, noise: Noise) -> Subject:
@@ -152,7 +153,7 @@ class Subject:
 
     @property
     def params(self) -> Tree:
-        return self._tree(self._params)
+        return tree.unflatten(self._params_structure, self._params)
 
     @property
     def framework(self) -> str:
@@ -276,15 +277,12 @@ class Subject:
 
     def _apply(self, function: Step, leaves: Sequence[Any], batch: Tree) -> Tree:
         """Calls a function; returns parameters that it replaces in place before its result."""
-        params = self._tree(leaves)
+        params = tree.unflatten(self._params_structure, leaves)
         result = function(params, batch)
         if not self.returns_params or self._starts_with_params(result):
             return result
         changed = any(x is not y for x, y in zip(flattened(params)[0], leaves, strict=True))
         return (params, result) if changed else result
-
-    def _tree(self, params: Sequence[Any]) -> Tree:
-        return tree.unflatten(self._params_structure, params)
 
     def program(self, function: Step, batch: Tree) -> Program | None:
         """Returns the JAX program of a function of parameters and batch, or None if it cannot be traced."""

@@ -172,6 +172,18 @@ def test_a_second_step_shows_the_decay_of_a_state_that_the_first_one_hides(
     assert not each or (report.faults[0].run == "2 microbatches in the second step" and detail in str(report.faults[0]))
 
 
+def test_a_number_that_a_step_returns_as_an_array_stays_a_setting() -> None:
+    """As in a jitted function; a second step starts from the first one's result."""
+
+    @eager
+    def step(state: Any, batch: Any, k: int) -> Any:
+        grads = defects.right(by_hand.sums, k)(state["params"], batch)
+        return {"params": updated(state["params"], grads, state["rate"]), "rate": np.float32(state["rate"])}
+
+    report = checked(step, rate=0.5)
+    assert report.passes, report
+
+
 def test_a_second_step_that_is_not_finite_is_named() -> None:
     @eager
     def make(state: Any, batch: Any, k: int) -> Any:
