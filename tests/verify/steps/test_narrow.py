@@ -135,3 +135,32 @@ def test_padding_is_compared_in_float64_beside_bfloat16() -> None:
 
     report = check_step(partial(counting, by_hand.sums), params, batch, microbatches=(4,), pad=padded)
     assert report.cause is Cause.PLACEHOLDERS, str(report)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
+def test_the_signs_of_adams_first_step_are_not_blamed_on_an_accumulator(seed: int) -> None:
+    """Examples whose updates are signs fit one batch by large weights that cancel, and so would be any rounding."""
+    rng, f = np.random.default_rng(seed), np.float32
+    first, last = f(rng.uniform(-0.8, 0.8, (4, 5))), f(rng.uniform(-0.9, 0.9, (5, 1)))
+    params, batch = [first, np.zeros(5, f), last, np.zeros(1, f)], {"x": f(rng.normal(size=(12, 4)))}
+    batch["y"] = f(rng.normal(size=(12, 1)))
+
+    def clipped(p: Any, x: Any, y: Any) -> Any:
+        a = np.tanh(x @ p[0] + p[1])
+        e = f(2) * (a @ p[2] + p[3] - y) / f(len(y))
+        z = (e @ p[2].T) * (1 - a * a)
+        grads = [x.T @ z, z.sum(0), a.T @ e, e.sum(0)]
+        norm = np.sqrt(sum((g * g).sum() for g in grads))
+        return [g * min(f(0.05) / norm, f(1)) for g in grads]
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            p = [f(x) for x in p]
+            made = [clipped(p, f(x), f(y)) for x, y in zip(*(np.array_split(batch[n], k) for n in "xy"), strict=True)]
+            means = [sum(g) / f(k) for g in zip(*made, strict=True)]
+            return [x - f(0.01) * m / (abs(m) + f(1e-7)) for x, m in zip(p, means, strict=True)]
+
+        return step
+
+    report = check_step(make_step, params, batch, microbatches=(2,), returns="params")
+    assert report.verdict is Verdict.FAILS and report.cause is not Cause.PRECISION, str(report)
