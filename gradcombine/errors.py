@@ -216,7 +216,7 @@ def _short(text: str, most: int) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-def require_integer(expected: str, value: Any, lowest: int = 1, highest: int = MOST) -> int:
+def require_integer(expected: str, value: Any, lowest: float = 1, highest: float = MOST) -> int:
     """Converts an integer of any type and framework to int; raises for a bool and for one out of range."""
     try:
         if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_:

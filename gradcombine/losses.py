@@ -309,7 +309,7 @@ def deal(tokens: Iterable[int], groups: Iterable[int], parts: int) -> list[list[
     expected = "the tokens of each sequence, integers from 0"
     sizes = [require_integer(expected, n, lowest=0) for n in require_items(expected, tokens)]
     expected = "the group of each sequence, integers"
-    ids = [require_integer(expected, n, lowest=-_MOST) for n in require_items(expected, groups)]
+    ids = [require_integer(expected, n, -math.inf, math.inf) for n in require_items(expected, groups)]
     require_equal("{} groups, one for each sequence", len(sizes), len(ids))
     count = require_integer("1 part or more", parts)
     members: dict[int, list[int]] = {}
@@ -365,6 +365,6 @@ def require_whole(microbatches: Sequence[Iterable[int]]) -> None:
     expected = "microbatches, each with the groups of its sequences"
     microbatch_of: dict[int, int] = {}
     for i, ids in enumerate(require_list(expected, microbatches)):
-        for group in {require_integer(expected, n, lowest=-_MOST) for n in require_items(expected, ids)}:
+        for group in {require_integer(expected, n, -math.inf, math.inf) for n in require_items(expected, ids)}:
             if microbatch_of.setdefault(group, i) != i:
                 raise invalid("whole groups", f"group {group} in microbatches {microbatch_of[group]} and {i}")

@@ -346,7 +346,8 @@ def test_mistakes_are_named(name: str) -> None:
 @pytest.mark.parametrize(("parts", "count"), [*product((1, 2, 8, 64), (0, 1, 40))])
 def test_groups_are_dealt_whole_and_balanced(parts: int, count: int) -> None:
     rng = np.random.default_rng(count)
-    groups, lengths = rng.integers(0, 12, count).tolist(), rng.integers(0, 50, count).tolist()
+    hashes = rng.integers(-(2**63), 2**63 - 1, 12)  # the ids may be any integers
+    groups, lengths = hashes[rng.integers(0, 12, count)].tolist(), rng.integers(0, 50, count).tolist()
     dealt = losses.deal(lengths, groups, parts)
     assert len(dealt) == parts and sorted(i for part in dealt for i in part) == [*range(count)]
     losses.require_whole([[groups[i] for i in part] for part in dealt])
