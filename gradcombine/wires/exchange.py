@@ -45,7 +45,7 @@ def bytes_sent(wire: Wire, elements: int, replicas: int, itemsize: int = 4) -> d
     {'wide': 7168, 'gathered': 14336, 'parts': 3584}
     """
     require_wire(wire)
-    elements = require_integer("0 elements or more", elements, 0)
+    elements = require_integer("0 elements or more", elements, 0, 2**63 - 1)
     n = require_integer("1 replica or more", replicas)
     itemsize = require_integer("1 byte or more", itemsize)
     return {

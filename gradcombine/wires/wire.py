@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from gradcombine.errors import invalid, operation, require_integer, require_one_of, require_type, shown
+from gradcombine.errors import MOST, invalid, operation, require_integer, require_one_of, require_type, shown
 
 Rounding = Literal["nearest", "stochastic"]
 CastDtype = Literal["bfloat16", "float16", "float8_e4m3", "float8_e5m2"]
@@ -65,8 +66,8 @@ class Wire:
         return blocks * self.block * self.bits // 8 + blocks * (self.size > 0)
 
     def keeps(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf is sent unencoded."""
-        return self.wide is not None and bool(self.wide(path, shape))
+        """Whether a leaf is sent unencoded; also one that int32 cannot index, as of layers stacked for a scan."""
+        return math.prod(shape) > MOST or (self.wide is not None and bool(self.wide(path, shape)))
 
 
 @operation("cast")

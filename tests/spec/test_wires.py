@@ -292,6 +292,17 @@ def test_leaves_that_stay_wide_may_be_of_any_kind() -> None:
         reduction.init({"n": np.int32(3)})
 
 
+@pytest.mark.needs("jax")
+def test_leaves_that_int32_cannot_index_stay_wide() -> None:
+    import jax
+
+    assert wires.bytes_sent(wires.cast("bfloat16"), 2**32, 2)["parts"] == 2**33
+    mean = gc.reductions.mean(wire=wires.blocks(8))
+    call = jax.vmap(lambda g: gc.all_reduce(mean, g, gc.jax_axis("d")), axis_name="d", axis_size=8, in_axes=None)
+    programs = [str(jax.make_jaxpr(call)(jax.ShapeDtypeStruct((2, n), np.float32))) for n in (2**14, 2**31)]
+    assert ["int8" in program for program in programs] == [True, False]
+
+
 @pytest.mark.full
 def test_derivatives_pass_through() -> None:
     """Derivatives ignore the rounding of the wire: each gradient is ones."""
