@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, numbers, share_in, split_by
 from gradcombine.verify.check.leaves import as_floats, flat
+from gradcombine.verify.check.running import ONE_BATCH, Result, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_program import BY_NUMBER
 from gradcombine.verify.check.step_report import Cause
@@ -248,6 +249,9 @@ def _examples(standard: Standard, chosen: np.ndarray) -> str:
 MOST_ROWS = 256
 """Maximal size of a batch in which examples are repeated."""
 
+CONFIRMATIONS = 2
+"""Number of perturbed parameters at which a cause is confirmed."""
+
 
 def repeated(case: Case) -> Iterator[Prediction]:
     """Runs the full step on batches with repeated or missing examples, for Adam or clipping of the mean."""
@@ -257,9 +261,23 @@ def repeated(case: Case) -> Iterator[Prediction]:
     for cause, detail, repeats in chain(_as_means(case), _as_lost(case)):
         if repeats.sum() <= MOST_ROWS:
             rows = np.repeat(np.arange(standard.examples), repeats.astype(int)).tolist()
-            if (result := standard.one(rows)) is not None:
+            result = standard.one(rows)
+            if result is not None and (not standard.hides_sizes or _holds_elsewhere(case, tuple(rows), result)):
                 text = f"{detail}; confirmed by one batch of {len(rows)} rows with these weights"
                 yield Prediction(cause, text, result.floats, 1)
+
+
+def _holds_elsewhere(case: Case, rows: Rows, result: Result) -> bool:
+    """Whether one batch of these rows also is the division at other parameters: a few signs may agree by chance."""
+    standard = case.standard
+    if not case.accounts_for(result.floats, 1):
+        return False
+    for seed in range(CONFIRMATIONS):
+        one = standard.elsewhere(seed, ONE_BATCH, rows, standard.wide is not None)
+        divided = standard.elsewhere(seed, case.split, None, case.wide)
+        if one is None or divided is None or standard.shares(divided.floats, one.floats, case.wide).max() > 1:
+            return False
+    return True
 
 
 def _as_lost(case: Case) -> Weighted:

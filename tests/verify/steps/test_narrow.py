@@ -137,9 +137,9 @@ def test_padding_is_compared_in_float64_beside_bfloat16() -> None:
     assert report.cause is Cause.PLACEHOLDERS, str(report)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4])
-def test_the_signs_of_adams_first_step_are_not_blamed_on_an_accumulator(seed: int) -> None:
-    """Examples whose updates are signs fit one batch by large weights that cancel, and so would be any rounding."""
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 21])
+def test_the_signs_of_adams_first_step_confirm_no_cause(seed: int) -> None:
+    """Clipped microbatches: rounding of weights that cancel, or repeated examples, would change a few signs alike."""
     rng, f = np.random.default_rng(seed), np.float32
     first, last = f(rng.uniform(-0.8, 0.8, (4, 5))), f(rng.uniform(-0.9, 0.9, (5, 1)))
     params, batch = [first, np.zeros(5, f), last, np.zeros(1, f)], {"x": f(rng.normal(size=(12, 4)))}
@@ -163,4 +163,4 @@ def test_the_signs_of_adams_first_step_are_not_blamed_on_an_accumulator(seed: in
         return step
 
     report = check_step(make_step, params, batch, microbatches=(2,), returns="params")
-    assert report.verdict is Verdict.FAILS and report.cause is not Cause.PRECISION, str(report)
+    assert report.cause is Cause.UNEXPLAINED, str(report)
