@@ -227,7 +227,7 @@ class JaxBackend(Backend):
 
 
 def _with_derivative(value: Array, surrogate: Array) -> Array:
-    """``value`` with the derivative of ``surrogate``."""
+    """``value``, bit by bit, with the derivative of ``surrogate``; 0 for infinities and subnormal numbers."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
     if jnp.iscomplexobj(value):
@@ -235,7 +235,7 @@ def _with_derivative(value: Array, surrogate: Array) -> Array:
     shifted = value - (lax.stop_gradient(surrogate) - surrogate)
     word = f"uint{jnp.finfo(value.dtype).bits}"
     unchanged = lax.bitcast_convert_type(shifted, word) == lax.bitcast_convert_type(value, word)
-    return jnp.where(unchanged, shifted, value)  # not for infinities, nor for subnormal numbers, which XLA flushes
+    return jnp.where(unchanged, shifted, value)  # the difference of infinities is NaN, and XLA flushes subnormals
 
 
 @partial(jax.jit, static_argnums=(0, 1))
