@@ -34,7 +34,7 @@ from gradcombine.verify.check.moves import added, advanced, averaged, decayed, i
 from gradcombine.verify.check.precision import narrow, rounded
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Split
 from gradcombine.verify.check.separate import beside_statistics, microbatches, neighbors, not_predicted
-from gradcombine.verify.check.standard import Standard, Terms
+from gradcombine.verify.check.standard import SAME, Standard, Terms
 from gradcombine.verify.check.step_program import line_of
 from gradcombine.verify.check.step_report import BY_DESIGN, Cause
 
@@ -88,15 +88,18 @@ UNEXPLAINED_PART = 0.03
 """Fraction of the difference that a hypothesis may leave unexplained if no exact one is found."""
 
 MIN_ELEMENTS = 8
-"""Minimal number of elements of a leaf that is explained alone."""
+"""Minimal number of elements of a leaf that is explained alone; of those that differ, if only signs are left."""
 
 
 def _most(case: Case, differing: Sequence[int]) -> Iterator[Prediction]:
     """Yields causes that explain most of the leaves that differ, each leaf alone."""
     standard = case.standard
     sizes, by_cause = [x.size for x in standard.best.floats], dict[Cause, list[tuple[int, str]]]()
+    signs = standard.hides_sizes and not case.wide  # a few that differ may agree by chance
     for i in differing:
-        x = None if sizes[i] < MIN_ELEMENTS else explained(case._replace(leaves=(i,)), (microbatches, linear))
+        one, change = standard.best.floats[i], case.result.floats[i] - standard.best.floats[i]
+        shown = np.count_nonzero(np.abs(change) > SAME * np.abs(one).max(initial=0)) if signs else sizes[i]
+        x = None if shown < MIN_ELEMENTS else explained(case._replace(leaves=(i,)), (microbatches, linear))
         if x is not None:
             by_cause.setdefault(x.cause, []).append((i, x.detail))
     for cause, seen in by_cause.items():

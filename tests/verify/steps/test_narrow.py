@@ -137,7 +137,7 @@ def test_padding_is_compared_in_float64_beside_bfloat16() -> None:
     assert report.cause is Cause.PLACEHOLDERS, str(report)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 21])
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 8, 10, 21])
 def test_the_signs_of_adams_first_step_confirm_no_cause(seed: int) -> None:
     """Clipped microbatches: rounding of weights that cancel, or repeated examples, would change a few signs alike."""
     rng, f = np.random.default_rng(seed), np.float32
