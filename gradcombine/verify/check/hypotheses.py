@@ -239,7 +239,7 @@ def at_optimizer(case: Case, early: bool) -> Iterator[Prediction]:
     of_params = standard.subject.returns_params and case.leaves is None
     if not of_params or early != (standard.terms is not None or standard.hides_sizes):
         return
-    metrics = [*range(len(standard.subject.param_leaves), len(standard.names))]
+    metrics = [i for i in range(len(standard.subject.param_leaves), len(standard.names)) if i not in standard.observed]
     for inner, others in islice(before_update(case), CUTS + 1):
         _, (cause, detail, line) = _explain_inner(inner, case.split, standard.terms)
         standard.gradient_examined |= not others or cause is Cause.STATISTICS

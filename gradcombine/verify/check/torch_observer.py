@@ -50,6 +50,7 @@ class Observer(TorchDispatchMode):
       settings: numbers in the groups of the optimizers, such as learning rates, at each step.
       gradients: the last gradients at the point, by parameter name; at clipping, before the first operation after
         their accumulation.
+      received: the last gradients that optimizers received, by parameter name.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Observer(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.wide, self.names = False, dict[Any, str]()
-        self.products, self.drawn, self.gradients = set[Any](), set[Any](), dict[str, np.ndarray]()
+        self.products, self.drawn = set[Any](), set[Any]()
+        self.gradients, self.received = dict[str, np.ndarray](), dict[str, np.ndarray]()
         self._point, self._replacements, self.updates = point, replacements, 0
         self._clipped, self._unclipped = dict[Any, Any](), dict[Any, Any]()
         self._clips_once, self._watches = clips_once, clips_once or point == CLIPPING
@@ -120,9 +122,12 @@ class Observer(TorchDispatchMode):
         return args[:1], kwargs | {"closure": observed}
 
     def _on_gradients(self, optimizer: Any) -> None:
-        if self._point == OPTIMIZER:
-            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-                self._visit(self.names.setdefault(p, str(len(self.names))), p.grad)
+        params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        for p in params if self._point else ():
+            name = self.names.setdefault(p, str(len(self.names)))
+            if self._point == OPTIMIZER:
+                self._visit(name, p.grad)
+            self.received[name] = arrays_of(dense(p.grad))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -131,11 +131,11 @@ class TorchStep:
         for x, arrays in zip(leaves, values, strict=True):
             if type(arrays) is dict:
                 arrays.update(arrays_of(x))  # a dict of the caller's, which changes in place as the module does
-        zeros = self._first.setdefault("optimized", {name: np.zeros_like(x) for name, x in observed.gradients.items()})
+        zeros = self._first.setdefault("optimized", {name: np.zeros_like(x) for name, x in observed.received.items()})
         if self._returns == "params" and zeros:
             # The structure is that of the first run: a gradient scaler may skip a step if gradients are not finite.
             zeros = {name: widened(x) if wide else x for name, x in zeros.items()}
-            extra = {"gradients": {name: observed.gradients.get(name, x) for name, x in zeros.items()}}
+            extra = {"gradients": {name: observed.received.get(name, x) for name, x in zeros.items()}}
             result = extra if result is None else (*(result if type(result) is tuple else (result,)), extra)
         elif self._returns == "gradients" and result is None:
             grads = [{name: dense(p.grad) for name, p in named.items()} for named in tensors]
@@ -220,7 +220,7 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
                 continue
             predicted = subject.run(ONE_BATCH, (subject.batch, divided), case.wide, steps(1).after(point)).floats
             leaves = [i for i, (path, _) in enumerate(subject.param_leaves) if _short(path) in divided]  # no buffers
-            if case.accounts_for(predicted, 1, leaves or range(len(subject.param_leaves))):
+            if case.accounts_for(predicted, 1, [*(leaves or range(len(subject.param_leaves))), *standard.observed]):
                 yield measured_once(standard, point, inner.make_step), []
         except (NotWide, ValueError):
             continue

@@ -29,9 +29,10 @@ def window(
     total: Any = ROWS,
     each: Callable[[Any], object] = lambda model: None,
     last: Callable[[Any], object] = lambda model: None,
+    optimizer_of: Callable[[Any], Any] = lambda params: torch.optim.SGD(params, 0.1),
 ) -> Any:
     def step(model: Any, batch: Any) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = optimizer_of(model.parameters())
         for x, y in zip(batch["x"].chunk(k), batch["y"].chunk(k), strict=True):
             (((model(x)[:, 0] - y) ** 2).sum() / (total or len(x))).backward()
             each(model)
@@ -53,6 +54,26 @@ def clip_and_log(model: Any) -> None:
 
 def clip_tagged(model: Any) -> None:
     torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if hasattr(p, "is_clipped")], 0.01)
+
+
+@pytest.mark.parametrize("optimizer_of", [partial(torch.optim.SGD, lr=0.1), torch.optim.Adam])
+@pytest.mark.parametrize("rescaled", [False, True])
+def test_statistics_before_clipping_are_allowed_but_no_change_after_it(optimizer_of: Any, rescaled: bool) -> None:
+    """Clipped gradients of a window are not the mean of the microbatches' clipped gradients."""
+    torch.manual_seed(1)
+    layers = [x for _ in range(2) for x in (torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5), torch.nn.ReLU())]
+
+    def make_step(k: int) -> Any:
+        def last(model: Any) -> None:
+            clip(model)
+            for p in model.parameters() if rescaled and k > 1 else ():
+                p.grad.mul_(1.01)
+
+        return window(k, last=last, optimizer_of=optimizer_of)
+
+    report = check_step(make_step, torch.nn.Sequential(*layers, torch.nn.Linear(5, 1)), BATCH, returns="params")
+    assert report.allowing("statistics").passes is not rescaled, report
+    assert rescaled or report.cause is Cause.STATISTICS, report
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook", "tag"])
