@@ -269,6 +269,8 @@ def checked(
             add(str(split), Cause.STATE, "a second step adds its gradients to those of the first; call zero_grad")
         else:
             not_asked += ("a second step, whose gradients add to those of the first unless zero_grad is called",)
+    if not faults and subject.framework == "torch" and standard.draws:
+        not_asked += ("other devices, on which microbatches may not draw the random numbers of one batch, as here",)
     if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])
