@@ -245,8 +245,9 @@ def at_optimizer(case: Case, early: bool) -> Iterator[Prediction]:
         standard.gradient_examined |= not others or cause is Cause.STATISTICS
         if cause is Cause.STATISTICS:
             yield from beside_statistics(case, [*others, *metrics])
-        if cause is Cause.STATISTICS or (cause is not Cause.UNEXPLAINED and not others):
-            yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
+        elif cause is Cause.UNEXPLAINED or (others and any(True for _ in beside_statistics(case, others))):
+            continue
+        yield Prediction(cause, f"{detail}; in the gradient that reaches the optimizer", line=line)
 
 
 def hidden(standard: Standard, split: Split) -> tuple[Cause, str, str] | None:
