@@ -66,7 +66,7 @@ class Wire:
         return blocks * self.block * self.bits // 8 + blocks * (self.size > 0)
 
     def keeps(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf is sent unencoded; also one that int32 cannot index, as of layers stacked for a scan."""
+        """Whether a leaf is sent unencoded; always if int32 cannot index it, as for layers stacked for a scan."""
         return math.prod(shape) > MOST or (self.wide is not None and bool(self.wide(path, shape)))
 
 

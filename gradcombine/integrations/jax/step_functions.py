@@ -248,7 +248,7 @@ def step_functions(
         loss_args, window = loss_arguments(objective, params, state.carry, args), state.window
         if window.levels:
             expected = "(), as in a state from step.init with microbatches, which accumulates nothing between calls"
-            raise invalid(expected, "a window of every", ".window.levels")
+            raise invalid(expected, "a window of a step with every", ".window.levels")
         batch_positions(objective.loss, loss_args)  # raises for missing arguments
         if objective.loss.rng_argnum is not None:
             loss_args[objective.loss.rng_argnum] = folded_key(objective.loss, loss_args, window.index)

@@ -270,7 +270,9 @@ def checked(
         else:
             not_asked += ("a second step, whose gradients add to those of the first unless zero_grad is called",)
     if not faults and subject.framework == "torch" and standard.draws:
-        not_asked += ("other devices, on which microbatches may not draw the random numbers of one batch, as here",)
+        not_asked += (
+            "random numbers on other devices, where microbatches may not draw those of one batch as they do here",
+        )
     if _differs(first, subject.run(ONE_BATCH, batch)):
         return _not_repeatable(f"{ONE_BATCH}, after other batches")  # state of other runs is in all results
     of_result = standard.hidden_fraction([standard.native.floats[i] for i in standard.gradients])

@@ -84,7 +84,7 @@ def _errors(standard: Standard, weights: np.ndarray | None, split: Split, other:
     near, near_one = (_nearby(subject, x) for x in (split, ONE_BATCH))
     columns = {i: x.floats for i, x in enumerate(standard.columns) if x is not None}
     c = np.full(len(columns), 1 / len(columns)) if weights is None else np.abs(weights[[*columns]])
-    c = c / max(c.sum(), 1)  # those fitted to signs, as of Adam's first step, may be large and cancel
+    c = c / max(c.sum(), 1)  # weights fitted to the signs of Adam's first step may be large and cancel
     sizes = flat(combined(c, [[np.abs(x) for x in floats] for floats in columns.values()]))
     allowed = np.repeat(2 * standard.allowed(False), [x.size for x in one])
     return [*(flat(x) - flat(one) for x in results), near - near_one, sizes, allowed]

@@ -127,7 +127,7 @@ class Observer(TorchDispatchMode):
             name = self.names.setdefault(p, str(len(self.names)))
             if self._point == OPTIMIZER:
                 self._visit(name, p.grad)
-            self.received[name] = arrays_of(dense(p.grad))
+            self.received[name] = self.gradients[name] if self._point == OPTIMIZER else arrays_of(dense(p.grad))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
