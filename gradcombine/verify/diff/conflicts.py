@@ -12,7 +12,7 @@ from typing import TypeAlias
 from gradcombine.formats import Entry
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import Pair, canonical, roles
-from gradcombine.verify.diff.similarity import CERTAIN, MAX_SIZE, align, orders
+from gradcombine.verify.diff.similarity import MAX_SIZE, align, orders
 
 Ranks: TypeAlias = tuple[int, ...]
 Words: TypeAlias = tuple[tuple[str, ...], ...]
@@ -22,6 +22,9 @@ UPSAMPLES = "transpos", "tconv", "convt", "deconv", "up", "dec", "unpool"
 
 PROJECTIONS = "query", "key", "value"
 """Modules of an attention that have these names, or synonyms, almost everywhere."""
+
+EQUAL = 1e-12
+"""Distance of a cosine from 1, up to which leaves are equal up to roundings to float32."""
 
 MOST = 3
 """Most numbers in a name whose order is not known, as of experts in layers or of layers in experts."""
@@ -39,7 +42,7 @@ def crossed(a: Dump, b: Dump, pairs: Iterable[Pair]) -> Iterator[tuple[str, str,
     by_module: defaultdict[object, list[Pair]] = defaultdict(list)
     pairs = [pair for pair in pairs if a[pair.a].size <= MAX_SIZE]
     for pair in pairs:
-        if pair.reason not in ("values", "similar name"):
+        if pair.reason not in ("shape", "values", "similar name"):
             continue
         shapes = a[pair.a].shape, b[pair.b].shape
         by_words[(shapes, *map(_words, pair[:2]))].append(pair)
@@ -182,9 +185,17 @@ def upsamples(name: str) -> bool:
 
 
 def _contradicting(a: Dump, b: Dump, implied: Iterable[tuple[Pair, str]]) -> Iterator[tuple[str, str, str]]:
+    """Yields the pairs whose leaf of A differs clearly more from the implied leaf than from its match.
+
+    Scales near 1 have a cosine near 1 with each other, so that a constant limit does not tell them apart.
+    """
     for pair, other in implied:
-        fits = orders(a[pair.a].shape, b[other].shape)
-        if other != pair.b and (not fits or align(a[pair.a], b[other]).cosine < CERTAIN):
+        left = a[pair.a]
+        if other == pair.b:
+            continue
+        if not orders(left.shape, b[other].shape) or (
+            1 - align(left, b[other]).cosine > 16 * (1 - align(left, b[pair.b]).cosine) + EQUAL
+        ):
             yield pair.a, pair.b, other
 
 

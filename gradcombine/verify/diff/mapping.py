@@ -127,7 +127,7 @@ def match(
     by(lambda dump, name: name, "name")
     keys: list[Callable[[Dump, str], Hashable]] = [
         lambda dump, name: canonical(name),
-        lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)),  # as in PyTorch
+        lambda dump, name: _unified(name),
     ]
     for key in keys:
         by(key, "similar name", _numbered_otherwise(rest_a, rest_b, key))
@@ -197,6 +197,11 @@ def canonical(name: str) -> tuple[str, ...]:
     return tuple(SYNONYMS.get(word, word) for word in _words(name) if word not in WRAPPERS)
 
 
+def _unified(name: str) -> tuple[str, ...]:
+    """The `canonical` words, with "kernel" for a scale, as in PyTorch."""
+    return tuple("kernel" if word == "scale" else word for word in canonical(name))
+
+
 @lru_cache(maxsize=1 << 16)
 def _words(name: str) -> tuple[str, ...]:
     """The words and numbers of a name, without the number of a TensorFlow output (":0") or a "value" at its end."""
@@ -208,15 +213,15 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _common_words(a: Dump, b: Dump) -> Callable[[Dump, str], Hashable]:
-    """A key function: `canonical` without words that occur only in one dump, such as a prefix with the model's name.
+    """A key function: `_unified` without words that occur only in one dump, such as a prefix with the model's name.
 
     A name with no common words but numbers is its own key.
     """
-    words = [{word for name in dump for word in canonical(name)} for dump in (a, b)]
+    words = [{word for name in dump for word in _unified(name)} for dump in (a, b)]
     common = {word for word in words[0] & words[1] if not word.isdecimal()}
 
     def key(dump: Dump, name: str) -> Hashable:
-        kept = tuple(word for word in canonical(name) if word in common or word.isdecimal())
+        kept = tuple(word for word in _unified(name) if word in common or word.isdecimal())
         return kept if common.intersection(kept) else name
 
     return key
@@ -240,7 +245,7 @@ def _shortened(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> set[Ha
     """Keys that leave out words of some names in both dumps, as of post_attention_layernorm and attention_norm."""
     found = list[set[Hashable]]()
     for dump in (a, b):
-        words = {name: {*canonical(name)} for name in dump}
+        words = {name: {*_unified(name)} for name in dump}
         everywhere = set[str]().union(*words.values()).intersection(*words.values())
         kept = ((key(dump, name), each - everywhere) for name, each in words.items())
         found.append({x for x, each in kept if each.difference(cast("Iterable[str]", x))})

@@ -243,6 +243,30 @@ def test_leaves_that_are_exchanged_between_two_of_three_layers_fail(moved: str) 
     assert diff(a, reverse).passes
 
 
+def test_exchanged_normalizations_with_scales_near_1_fail() -> None:
+    """Their cosine is near 1; names decide, also where a prefix is on one side only."""
+    values = {(key, i): 1 + 0.02 * RNG.normal(size=8).astype(np.float32) for key in ("norm", "second") for i in (0, 1)}
+    a = {PYTORCH[key].format(i): x for (key, i), x in values.items()}
+    b = {name.replace("model.", "net.").replace(".weight", ".scale").replace(".", "/"): x for name, x in a.items()}
+    a["model.head.weight"] = b["net/head/w"] = RNG.normal(size=(8, 3))
+    assert diff(dump(a), dump(b)).passes
+    for x, y in itertools.combinations(list(b)[:4], 2):
+        assert not diff(dump(a), dump(b | {x: b[y], y: b[x]})).passes, (x, y)
+
+
+def test_auto_numbered_normalizations_with_scales_near_1_belong_to_their_biases() -> None:
+    scales, biases = (near + 0.02 * RNG.normal(size=(3, 8)).astype(np.float32) for near in (1, 0))
+    names = ["embeddings.LayerNorm", "attention.LayerNorm", "mlp.output.LayerNorm"]
+    a = {f"{x}.weight": y for x, y in zip(names, scales, strict=True)}
+    a |= {f"{x}.bias": y for x, y in zip(names, biases, strict=True)}
+    sides = {"scale": scales, "bias": biases}
+    b = {f"LayerNorm_{i}/{kind}": x[i] for kind, x in sides.items() for i in range(3)}
+    assert diff(dump(a), dump(b)).passes
+    for kind, (i, j) in itertools.product(sides, itertools.combinations(range(3), 2)):
+        x, y = f"LayerNorm_{i}/{kind}", f"LayerNorm_{j}/{kind}"
+        assert not diff(dump(a), dump(b | {x: b[y], y: b[x]})).passes, (x, y)
+
+
 def test_layers_in_reverse_with_equal_biases_pass() -> None:
     """The biases are matched in order, and might as well be in reverse."""
     kernels, zeros = [RNG.normal(size=(4, 4)) for _ in range(3)], np.zeros(4)
