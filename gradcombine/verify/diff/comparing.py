@@ -18,7 +18,7 @@ from gradcombine.verify.diff.conflicts import crossed, tied, upsamples
 from gradcombine.verify.diff.dumps import Dump, require_dump
 from gradcombine.verify.diff.mapping import Pair, conventional_axes, flipped, last_word, match, with_flipped, words_of
 from gradcombine.verify.diff.rules import NO_RULES, Rules
-from gradcombine.verify.diff.similarity import ALIKE, closest
+from gradcombine.verify.diff.similarity import ALIKE, are_alike, closest
 
 
 class Allowed(NamedTuple):
@@ -73,6 +73,8 @@ class Row(NamedTuple):
     judgement: Judgement | None = None
     reshaped: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """The shapes of both leaves in their files, if axes of one were merged, or left out, for the comparison."""
+    unlike_others: bool = False
+    """Whether a square kernel follows its name, although no other kernel does, as in GPT-2."""
 
     @property
     def transposed(self) -> bool:
@@ -82,6 +84,8 @@ class Row(NamedTuple):
         order, or the names do: a PyTorch ``weight`` and a flax or Keras ``kernel`` have different orders.
         """
         axes, shape = self.pair.axes, self.difference.shape
+        if self.unlike_others:
+            return True
         if self.pair.reason == "rule" or self.pair.reason.startswith("gates") or self.pair.flipped:
             return False
         if len(shape) < 2 or not words_of(self.pair) <= {"kernel", "weight"}:
@@ -227,11 +231,15 @@ def diff(
     if reference is not None:
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
-    names_decide, contradicting = _follow_names(rows), tuple(dict.fromkeys(crossed(a, b, (x.pair for x in rows))))
+    follow, contradicting = _follow_names(rows), tuple(dict.fromkeys(crossed(a, b, (x.pair for x in rows))))
     otherwise = {pair[:2] for pair in contradicting}
     has_flipped = any(row.pair.flipped and not _may_be_depthwise(row) for row in rows)
     for i, row in enumerate(rows):
-        transposed = row.transposed and (_swaps_spatial_axes(row) or (names_decide and _is_ambiguous(row)))
+        transposed = row.transposed and (_swaps_spatial_axes(row) or (follow and _is_ambiguous(row)))
+        if follow is False and row.pair.axes == row.conventional is not None and _is_ambiguous(row):
+            # A symmetric kernel follows the others, too; a rule needs no others.
+            transposed = row.pair.reason != "rule" and not are_alike(a[row.pair.a], b[row.pair.b], None)
+            rows[i] = row = row._replace(unlike_others=transposed)
         flips = row.pair.flipped and not has_flipped and _may_be_depthwise(row)
         if transposed or flips or row.pair[:2] in otherwise:
             rows[i] = row._replace(passes=False)
@@ -240,17 +248,19 @@ def diff(
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), mixed_up, twins, contradicting)
 
 
-def _follow_names(rows: Sequence[Row]) -> bool:
+def _follow_names(rows: Sequence[Row]) -> bool | None:
     """Whether all kernels whose shape determines the order of axes follow their names, or any square one if all are.
 
-    Names then decide for square kernels, too. (They do not in GPT-2, where a ``weight`` is laid out like a ``kernel``.)
-    The kernels of recurrent cells are found by names that imply their layout.
+    Square kernels then have to, too. False if none does, as in GPT-2, where a ``weight`` is laid out like a ``kernel``:
+    square ones then must not. None if only some do. Kernels of recurrent cells are found by names that imply a layout.
     """
     alike = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
     kernels = [row for row in alike if min(row.difference.shape[:2], default=1) > 1 and len(row.difference.shape) > 1]
     follow = [not row.transposed for row in kernels if not _is_ambiguous(row)]
     follow += [True for row in rows if row.pair.reason == "gates" and len(row.difference.shape) > 1]
-    return all(follow) if follow else any(not row.transposed for row in kernels)
+    if not follow:
+        return any(not row.transposed for row in kernels) or None
+    return follow[0] if len(set(follow)) == 1 else None
 
 
 def _swaps_spatial_axes(row: Row) -> bool:

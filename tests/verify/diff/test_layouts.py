@@ -12,7 +12,7 @@ import pytest
 
 from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.mapping import canonical
-from gradcombine.verify.diff.rules import Rules, read_rules
+from gradcombine.verify.diff.rules import Rule, Rules, read_rules
 from tests.verify.diff.test_command import run, saved
 from tests.verify.diff.test_mapping import dump
 
@@ -243,6 +243,14 @@ def test_names_decide_of_square_kernels_where_the_others_follow_them(other: str)
         as_kernels = {"a.weight": wide, "b.weight": square}
         report = diff(dump(as_kernels), dump({"a/kernel": wide, "b/kernel": square}))
         assert report.passes and all(row.transposed for row in report.rows)
+        # No kernel whose shape decides follows its name: a square one that does is transposed, unless it is symmetric.
+        report = diff(dump(as_kernels), dump({"a/kernel": wide, "b/kernel": square.T}))
+        assert [(row.pair.a, row.transposed) for row in report.rows if not row.passes] == [("b.weight", True)]
+        symmetric = square + square.T
+        b = dump({"a/kernel": wide, "b/kernel": symmetric})
+        assert diff(dump(as_kernels | {"b.weight": symmetric}), b).passes
+        rules = Rules((Rule(re.compile("b.weight"), "b/kernel", (1, 0)),))
+        assert diff(dump(as_kernels), dump({"a/kernel": wide, "b/kernel": square.T}), rules=rules).passes
 
 
 def test_a_leaf_that_is_compared_in_another_shape_is_said(tmp_path: Path) -> None:
