@@ -159,7 +159,9 @@ class TorchStep:
         paths, leaves = [*self._like[0][1].paths(), *self._like[1][1].paths()], list[Any]()
         for path, x in zip(paths, like, strict=True):
             with _copying(x, path):
-                leaves.append(copy.deepcopy(x, copies))
+                leaves.append(new := copy.deepcopy(x, copies))
+                for name in tensors_of(x).keys() - tensors_of(new).keys():  # as of a Keras Sequential
+                    raise invalid("a module whose copy.deepcopy has the same parameter names", f"a copy without {name}")
         wide = any([_fill(x, y) for x, y in zip(leaves, values, strict=True)])  # noqa: C419 (each is filled)
         for x, y in zip(like, leaves, strict=True):
             for p, q in zip(tensors_of(x).values(), tensors_of(y).values(), strict=True):

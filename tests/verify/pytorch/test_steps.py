@@ -541,6 +541,10 @@ def test_modules_that_cannot_be_copied_are_named() -> None:
     optimizer.lock = threading.Lock()
     with pytest.raises(GradCombineError, match=r"leaf \['o'\]: .*copy.deepcopy.* received SGD, TypeError: .*lock"):
         check_step(window(), {"m": Net(), "o": optimizer}, BATCH, returns="params")
+    renamed: Any = Net()  # as a Keras Sequential is copied
+    renamed.__deepcopy__ = lambda copies: torch.nn.ModuleDict({"net": Net()})
+    with pytest.raises(GradCombineError, match=r"leaf \['m'\]: .*copy.deepcopy.* received a copy without"):
+        check_step(window(), {"m": renamed}, BATCH, returns="params")
 
 
 @pytest.mark.parametrize("lazy", [lambda: torch.nn.LazyLinear(2), lambda: torch.nn.LazyBatchNorm1d(affine=False)])
