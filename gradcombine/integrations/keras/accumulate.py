@@ -169,6 +169,8 @@ class Accumulate(Wrapper):
             expected = "an inner optimizer that is not built, or built with the same variables"
             raise invalid(expected, "one built with others")
         require_built_with(inner, variables)
+        if inner is not self._settings and self.use_ema:  # keras.callbacks.SwapEMAWeights looks only one level deep
+            vars(inner)["_model_variables_moving_average"] = self._model_variables_moving_average
         description = f"{self.reduction}, precision {self.precision!r}" + (f", {self.wire!r}" if self.wire else "")
         with keras.name_scope(self.name):
             window = BackendWindow(rules, parts, inner, variables, description)

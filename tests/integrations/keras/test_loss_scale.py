@@ -54,6 +54,19 @@ def test_around_it_turns_a_fixed_scale_off() -> None:
     assert inner.loss_scale_factor is None
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_averages_of_an_optimizer_with_a_scale_are_swapped(outside: bool) -> None:
+    averaged = keras.optimizers.SGD(0.25, use_ema=True, ema_momentum=0.5)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model.compile(dynamic(Accumulate(averaged, 2)) if outside else Accumulate(dynamic(averaged), 2), "mse")
+    data = np.ones((1, 1), np.float32), np.full((1, 1), 8, np.float32)
+    for _ in range(4):
+        model.train_on_batch(*data)
+    # Two updates, from 0 to 4 and to 6, have the average 5.
+    assert model.evaluate(*data, verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()]) == (8 - 5) ** 2
+    assert model.get_weights()[0].tolist() == [[6.0]]
+
+
 def test_one_dynamic_scale_is_enough() -> None:
     with pytest.raises(GradCombineError, match="one LossScaleOptimizer, around this optimizer or inside"):
         dynamic(Accumulate(dynamic(keras.optimizers.SGD(1.0)), 2))
