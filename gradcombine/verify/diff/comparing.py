@@ -160,7 +160,8 @@ def diff(
     Args:
       a, b: from `gradcombine.verify.diff.dumps.open_dump`.
       allowed: the largest allowed difference. A kernel whose axes could have the order that its name implies, but have
-        another, fails in any case if only spatial axes are swapped, or if the other kernels follow their names.
+        another, fails in any case if only spatial axes are swapped, or if the other kernels follow their names; one
+        that has this order fails if its shape also allows another, and no other kernel follows its name.
       rules: which leaves correspond, where names, shapes and values do not decide.
       reference: the same leaves in float64, to find out which side is off (`gradcombine.verify.compare.reference`).
         A leaf then passes if both sides are within their rounding noise, regardless of ``allowed``; leaves missing from
