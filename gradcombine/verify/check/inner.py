@@ -8,6 +8,7 @@ returns the division's result. A step that is cut off there returns gradients, a
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from math import gcd
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.leaves import array_of, change, changed, perturbation
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64
 from gradcombine.verify.check.recorded import EQUALIZING, Recorded
-from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
+from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 
 CUTS = 2
@@ -38,9 +40,8 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
     Each comes with the leaves of the state that differ, but do not depend on these gradients, such as running
     statistics. Cuts without such leaves come first.
     """
-    if case.standard.subject.framework == "torch":
-        yield from import_module("gradcombine.verify.check.torch_steps").before_update(case)
-        return
+    for module in _observers(case.standard.subject):
+        yield from module.before_update(case)
     partial_cuts = list[tuple[Callable[[], Standard], list[int]]]()
     for cuts in _cuts(case.standard, case.split):
         for length, others in _that_predict(case, cuts):
@@ -53,6 +54,15 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
         yield from _measured(measure, others)
 
 
+def _observers(subject: Subject) -> Iterator[ModuleType]:
+    """Yields the module that observes optimizers while the step runs: PyTorch's, or those of Keras on TensorFlow."""
+    keras = sys.modules.get("keras")
+    if subject.framework == "torch":
+        yield import_module("gradcombine.verify.check.torch_steps")
+    elif subject.framework != "jax" and keras is not None and keras.backend.backend() == "tensorflow":
+        yield import_module("gradcombine.verify.check.keras_steps")
+
+
 def _measured(measure: Callable[[], Standard], others: list[int]) -> Iterator[tuple[Standard, list[int]]]:
     """Yields the standard of a cut, which takes many runs, unless the cut cannot be run."""
     with suppress(NotWide, ValueError):
@@ -61,12 +71,11 @@ def _measured(measure: Callable[[], Standard], others: list[int]) -> Iterator[tu
 
 def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[int, list[int]]]:
     """Yields the length of each cut that predicts the result, and the leaves of the state that differ beside it."""
-    standard, subject, one, divided = case.standard, case.standard.subject, cuts.one, cuts.divided
+    subject, one, divided = case.standard.subject, cuts.one, cuts.divided
     try:
         values, divided_values = (subject.floats_of(x.values(), subject.batch, case.wide) for x in (one, divided))
     except Exception:  # the step cannot be run like this
         return
-    count = len(subject.param_leaves)
     for length in cuts.lengths:
         counterparts = dict(zip(one.inputs(length), divided.inputs(length), strict=True))
         if all(np.array_equal(values[i], divided_values[j]) for i, j in counterparts.items()):
@@ -75,13 +84,18 @@ def _that_predict(case: Case, cuts: Cuts) -> Iterator[tuple[int, list[int]]]:
         chosen = np.array([i in counterparts for i in range(len(values))])
         try:
             predicted = subject.run(ONE_BATCH, (subject.batch, replaced, chosen), case.wide, one.rest).floats
-            moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
-            accounted = next((x for x in (range(count), moved) if case.accounts_for(predicted, 1, x)), None)
-            if accounted is not None:
-                others = [i for i in range(count) if i not in accounted]
+            if (others := unpredicted(case, predicted)) is not None:
                 yield length, others
         except (NotWide, ValueError):
             continue
+
+
+def unpredicted(case: Case, predicted: Floats) -> list[int] | None:
+    """Returns the leaves of the state that gradients do not move, and that differ; None if others differ, too."""
+    standard, count = case.standard, len(case.standard.subject.param_leaves)
+    moved = np.flatnonzero(standard.shares(predicted, standard.best.floats, case.wide)[:count] > 1).tolist()
+    accounted = next((x for x in (range(count), moved) if case.accounts_for(predicted, 1, x)), None)
+    return None if accounted is None else [i for i in range(count) if i not in accounted]
 
 
 def updated_in_sequence(
@@ -138,8 +152,9 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     Each comes with whether the optimizer may begin with a division of the gradients by a computed number.
     """
     subject = standard.subject
-    if subject.framework == "torch":
-        yield from import_module("gradcombine.verify.check.torch_steps").hidden_by_update(standard, split)
+    for module in _observers(subject):
+        yield from module.hidden_by_update(standard, split)
+    if standard.gradient_examined:
         return
     for cuts in _cuts(standard, split):
         yield from _hidden(standard, split, cuts)
@@ -244,6 +259,8 @@ def _cuts(standard: Standard, split: Split) -> Iterator[Cuts]:
     Inside of it, such a cut comes first, otherwise after `CUTS` others. Yields none if the step cannot be traced.
     """
     shapes = [x.shape for _, x in standard.subject.param_leaves]
+    if standard.subject.framework not in ("jax", "numpy"):
+        return
     for inside in (False, True):
         try:
             one, divided = (standard.recorded(x, inside) for x in (ONE_BATCH, split))

@@ -1,0 +1,134 @@
+"""Gradients that reach Keras optimizers on TensorFlow are found, in eager steps and in compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
+from tests.verify.steps.dividing import parts
+
+pytestmark = pytest.mark.full
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": tf.constant(RNG.normal(size=(8, 3, 4)), tf.float32),
+    "mask": tf.constant(np.arange(3) < np.array([1, 1, 2, 3, 3, 2, 1, 3])[:, None], tf.float32),
+}
+
+
+def mean(made: list[Any]) -> list[Any]:
+    """The gradients of one batch, from sums of gradients and weights of microbatches."""
+    total = sum(weight for _, weight in made)
+    return [sum(x) / total for x in zip(*(grads for grads, _ in made), strict=True)]
+
+
+def mean_of_means(made: list[Any]) -> list[Any]:
+    return [x / len(made) for x in mean([([x / weight for x in grads], 1.0 / len(made)) for grads, weight in made])]
+
+
+def summed(made: list[Any]) -> list[Any]:
+    return [x * len(made) for x in mean(made)]
+
+
+def without_the_last(made: list[Any]) -> list[Any]:
+    total = sum(weight for _, weight in made)
+    return [sum(x[: max(1, len(x) - 1)]) / total for x in zip(*(grads for grads, _ in made), strict=True)]
+
+
+def checked(
+    optimizer: Callable[[int], Any],
+    combine: Callable[[list[Any]], list[Any]] | None = mean,
+    wrap: Callable[[Any], Any] = tf.function,
+    layers: tuple[Any, ...] = (),
+    batch: Any = BATCH,
+    **options: Any,
+) -> StepReport:
+    """Checks an engine that loads the variables of a model, updates them once, and returns them.
+
+    Args:
+      combine: of sums of gradients and weights; None: one call of the optimizer for each microbatch.
+    """
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(5, "tanh"), *layers, keras.layers.Dense(1)])
+
+    def make_step(k: int) -> Any:
+        copy, inner = keras.models.clone_model(model), optimizer(k)
+        inner.build(copy.trainable_variables)
+
+        def gradients(part: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((copy(part["x"], training=True)[..., 0] - 1) ** 2 * part["mask"])
+            return tape.gradient(loss, copy.trainable_variables), tf.reduce_sum(part["mask"])
+
+        @wrap
+        def update(batch: Any) -> None:
+            made = [gradients(part) for part in parts(batch, k)]
+            for grads in [combine(made)] if combine else [mean([x]) for x in made]:
+                inner.apply(grads, copy.trainable_variables)
+
+        def step(params: Any, batch: Any) -> Any:
+            for variable, value in zip(copy.variables, params, strict=True):
+                variable.assign(tf.cast(value, variable.dtype))
+            for variable in inner.variables:
+                if variable is not inner._learning_rate:
+                    variable.assign(tf.zeros_like(variable.value))
+            update(batch)
+            return [tf.convert_to_tensor(x.value) for x in copy.variables]
+
+        return step
+
+    params = [tf.convert_to_tensor(x.value) for x in model.variables]
+    options = {"microbatches": (4,), "returns": "params", "reference": make_step(1)} | options
+    return check_step(make_step, params, batch, **options)
+
+
+def adam(_: int) -> Any:
+    return keras.optimizers.Adam(0.05)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, tf.function, tf.function(jit_compile=True)], ids=["eager", "graph", "xla"]
+)
+def test_wrong_gradients_are_named_behind_any_optimizer(wrap: Any) -> None:
+    def rates(_: int) -> Any:
+        return keras.optimizers.RMSprop(0.05, clipnorm=0.5)
+
+    for combine, cause in ((mean_of_means, Cause.MEAN_OF_MEANS), (without_the_last, Cause.LOST), (summed, Cause.SUM)):
+        report = checked(rates, combine, wrap)
+        assert report.cause is cause and "reaches the optimizer" in report.faults[0].detail, (combine, str(report))
+    assert checked(rates, wrap=wrap).passes
+
+
+@pytest.mark.parametrize("name", ["Adam", "Lion"])
+def test_a_sum_that_the_first_update_hides_is_named(name: str) -> None:
+    def hiding(_: int) -> Any:
+        return getattr(keras.optimizers, name)(0.05, **({"epsilon": 1e-30} if name == "Adam" else {}))
+
+    report = checked(hiding, summed)
+    assert report.cause is Cause.SUM and "hides it" in report.faults[0].detail, str(report)
+    assert checked(hiding).passes
+
+
+def test_running_statistics_are_named_beside_the_gradients() -> None:
+    normalization = (keras.layers.BatchNormalization(),)
+    report = checked(adam, layers=normalization)
+    assert {x.cause for x in report.faults} == {Cause.STATISTICS}, str(report)
+    assert report.allowing("statistics").passes, str(report)
+    wrong = checked(adam, summed, layers=normalization)
+    assert not wrong.allowing("statistics").passes, str(wrong)
+
+
+def test_the_gradients_of_an_optimizer_that_accumulates_are_not_known() -> None:
+    """Each call gets those of one microbatch, which differ although the update does not."""
+
+    def accumulating(k: int) -> Any:
+        return keras.optimizers.Lion(0.05, gradient_accumulation_steps=k if k > 1 else None)
+
+    report = checked(accumulating, None, batch=BATCH | {"mask": tf.ones((8, 3))})
+    assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
