@@ -55,7 +55,7 @@ _AT_THE_END = "apply it once, to the combined gradient at the end of a window"
 
 REMEDIES = {
     Cause.MEAN_OF_MEANS: f"{_SUMS}; or weight each mean by its number of tokens or examples",
-    Cause.SUM: f"divide by the sum of the weights, or average instead of adding; {_RATE}",
+    Cause.SUM: f"{_SUMS}; or average means of equal weights; {_RATE}",
     Cause.SCALED: f"divide once, by the sum of the weights, not also by numbers of microbatches or devices; {_RATE}",
     Cause.COEFFICIENTS: "weight each microbatch by the number of tokens or examples that its loss is a mean over",
     Cause.DENOMINATOR: "divide each term of the loss by its own total count over the window (docs/losses.md)",
@@ -67,10 +67,10 @@ REMEDIES = {
     Cause.LOST: "split the batch so that each example is in exactly one part; a shorter last part has a smaller weight",
     Cause.DOUBLED: "split the batch so that each example is in exactly one part",
     Cause.PLACEHOLDERS: "give padding rows the weight 0, and count only real rows in the divisor",
-    Cause.KEY: "fold the index of the microbatch, or of the example, into the random key",
+    Cause.KEY: "fold the index of each example into its random key; that of the microbatch cannot be compared",
     Cause.RANDOM: "derive the random numbers of an example from its index, or check the step without randomness",
     Cause.NOT_EXCHANGED: "sum numerators and weights over the devices (psum), then divide",
-    Cause.NEIGHBOURS: "shift labels within each row, before the batch is divided or flattened",
+    Cause.NEIGHBOURS: "shift labels, count positions and mask attention within each row, even of flattened batches",
     Cause.SELECTION: "select from the full batch, before it is divided",
     Cause.STATISTICS: "synchronize the statistics over the batch; or, if this is intended, use `--allow statistics` or "
     "`report.allowing('statistics')`",

@@ -18,6 +18,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, check_step
+from gradcombine.verify.check.step_report import REMEDIES
 from tests.verify.steps import by_hand, defects
 from tests.verify.steps.dividing import averaging, eager, jitted
 
@@ -374,6 +375,51 @@ def test_random_numbers_of_numpy_are_no_neighbors(seeds: tuple[int, ...], cause:
 
     report = check_step(make_step, drawn(5, 3), X, microbatches=(4,))
     assert report.cause is cause, str(report)
+
+
+def documents(p: Any, batch: Any, k: int, written: bool) -> Any:
+    """A causal mean over the tokens of a microbatch's rows, concatenated; or masked within each row."""
+    made = 0
+    for x in batch["x"].reshape(k, -1, 5):
+        row = np.arange(len(x)) // 2
+        attends = (np.tri(len(x)) * (row[:, None] == row if written else 1)).astype(x.dtype)
+        x = attends @ x / attends.sum(1, keepdims=True)
+        made = made + x.T @ jnp.tanh(x @ p - 1)
+    return made / np.float32(len(batch["x"]))
+
+
+def noisy(p: Any, batch: Any, k: int, written: bool) -> Any:
+    made = 0
+    for i, x in enumerate(batch["x"].reshape(k, -1, 5)):
+        keys = i * len(x) + np.arange(len(x)) if written else np.arange(len(x))
+        x = x * np.stack([np.random.default_rng(key).random(5) > 0.3 for key in keys.tolist()]).astype(x.dtype)
+        made = made + x.T @ (x @ p - 1)
+    return made / np.float32(len(batch["x"]))
+
+
+def summed(p: Any, batch: Any, k: int, written: bool) -> Any:
+    """A sum of means of different weights."""
+    parts = [(x.T @ (x @ p - 1), np.float32(np.sum(x > 0.5))) for x in batch["x"].reshape(k, -1, 5)]
+    if written:
+        return sum(g for g, _ in parts) / sum(n for _, n in parts)
+    return sum(g / n for g, n in parts)
+
+
+@pytest.mark.parametrize(
+    ("make", "cause", "remedy"),
+    [
+        (documents, Cause.NEIGHBOURS, "mask attention within each row"),
+        (noisy, Cause.KEY, "fold the index of each example into its random key"),
+        (summed, Cause.SUM, "return sums and counts"),
+    ],
+)
+def test_a_step_written_as_its_remedy_says_passes(make: Any, cause: Cause, remedy: str) -> None:
+    batch = {"x": drawn(8, 2, 5)} if make is documents else X
+    wrapped = jitted if make is documents else eager
+    report = check_step(wrapped(partial(make, written=False)), drawn(5, 3), batch, microbatches=(4,))
+    assert report.cause is cause and remedy in REMEDIES[cause], str(report)
+    report = check_step(wrapped(partial(make, written=True)), drawn(5, 3), batch, microbatches=(4,))
+    assert report.passes, str(report)
 
 
 @jitted
