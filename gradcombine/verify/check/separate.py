@@ -112,7 +112,7 @@ def neighbors(case: Case) -> Iterator[Prediction]:
         return
     if not case.standard.subject.returns_params:  # whose sizes an optimizer may hide
         yield from (x for x in microbatches(case) if x.cause is Cause.CHANGED_BEFORE)
-    yield Prediction(Cause.NEIGHBOURS, "copies of one example give the same result in any number")
+    yield Prediction(Cause.NEIGHBOURS, "one batch in reverse order has another result")
 
 
 # --- predictions that an explanation by design must make before it is allowed ---

@@ -405,6 +405,12 @@ def summed(p: Any, batch: Any, k: int, written: bool) -> Any:
     return sum(g / n for g, n in parts)
 
 
+def test_the_detail_of_neighbors_is_what_was_seen() -> None:
+    """The number of copies of one example changes their result, as each one attends to those before it."""
+    report = check_step(jitted(partial(documents, written=False)), drawn(5, 3), {"x": drawn(8, 2, 5)})
+    assert report.faults[0].detail == "one batch in reverse order has another result", str(report)
+
+
 @pytest.mark.parametrize(
     ("make", "cause", "remedy"),
     [
