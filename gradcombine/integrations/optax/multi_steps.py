@@ -16,7 +16,7 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.registry import require_scalar
-from gradcombine.errors import invalid, operation, require_type, shown, translate_errors
+from gradcombine.errors import invalid, operation, require_equal, require_type, shown, translate_errors
 from gradcombine.integrations.jax.arrays import (
     STABLE_STATE,
     as_arrays,
@@ -51,7 +51,8 @@ class MultiSteps:
     - k may be a NumPy or JAX integer. In optax, this is a TypeError.
     - k = 0 is an error. In optax, no update ever happens.
     - `gradient_transformation` takes extra arguments.
-    - Gradients may be None on some microbatches.
+    - Without ``compat``, gradients may be None on some microbatches.
+    - Gradients of another shape than the parameters are an error. In optax, those of fewer elements are broadcast.
 
     Args:
       opt: the transformation to run.
@@ -74,8 +75,8 @@ class MultiSteps:
 
     Raises:
       GradCombineError: for a k that is not an integer of 1 or more, and for an invalid transformation or function. In
-        ``update``: for a skip function with another result; without ``compat``, for gradients that do not match the
-        state, and for a mean of integers.
+        ``update``: for a skip function with another result, and for gradients that do not match the state; without
+        ``compat``, for a mean of integers.
 
     Bits: without ``compat`` those of `gradcombine.combine` with `gradcombine.reductions.mean` or ``sum``. With
     ``compat`` those of optax.MultiSteps, for updates and states at every step, eagerly and under jit, if the gradients
@@ -305,7 +306,11 @@ class OptaxOrder:
         return jax.tree.map(zeros, params)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Tree, Tree]:
+        def require_shape(path: Any, g: Array, acc: Array) -> None:
+            require_equal("shape {}", np.shape(acc), np.shape(g), jax.tree_util.keystr(path))
+
         with translate_errors(_MATCHING):
+            jax.tree_util.tree_map_with_path(require_shape, grads, accumulators)
             return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
     def combined(self, window: Any, grads: Tree) -> Tree:

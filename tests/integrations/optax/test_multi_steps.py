@@ -220,6 +220,14 @@ def test_the_state_of_another_optimizer_is_named(compat: bool) -> None:
         one.update(jnp.ones(2), other.init(jnp.ones(2)))
 
 
+@BOTH
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)], ids=str)
+def test_gradients_of_another_shape_are_not_broadcast(compat: bool, shape: tuple[int, ...]) -> None:
+    tx = MultiSteps(NEGATE, 2, compat=compat)
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected shape \(2,\), received \("):
+        tx.update({"w": jnp.ones(shape)}, tx.init(PARAMS))
+
+
 def test_an_error_of_an_optimizer_whose_init_cannot_be_traced_is_its_own() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         raise KeyError("of the optimizer")
