@@ -235,7 +235,7 @@ def _following(case: Case, moving: Sequence[int], updates: int) -> dict[int, np.
             some = slice(None, None, max(start[i].size // FITTED, 1))
             fits, change = list[tuple[float, int, np.ndarray]](), result.floats[i].ravel()[some]
             for j in (j for j in range(len(start)) if j not in moving and start[j].shape == start[i].shape):
-                columns = np.stack([new[j].ravel()[some], state[i].ravel()[some]], axis=1)
+                columns = np.stack([(start[j] + result.floats[j]).ravel()[some], state[i].ravel()[some]], axis=1)
                 if not np.isfinite(columns).all():
                     continue
                 fitted = np.linalg.lstsq(columns, change)[0] if change.size > len(mixture) else mixture
@@ -243,7 +243,7 @@ def _following(case: Case, moving: Sequence[int], updates: int) -> dict[int, np.
             if not fits:
                 return {}
             _, j, mixture = min(fits, key=lambda x: x[:2])
-            by = result.floats[i] if update == updates - 1 else mixture[0] * start[j] + mixture[1] * state[i]
+            by = mixture[0] * (new if update == updates - 1 else start)[j] + mixture[1] * state[i]
             state[i] = changed(state[i], by)
     return {i: state[i] - start[i] for i in moving}
 

@@ -66,10 +66,14 @@ def scales_each(state: Any, batch: Any, k: int) -> Any:
     }
 
 
-def averaged_after(updates: int, state: Any, batch: Any, k: int) -> Any:
-    """Counts in a mean of the parameters each microbatch; with the new parameters in the last ``updates``."""
+def averaged_after(updates: int, state: Any, batch: Any, k: int, pull: float = 0.0) -> Any:
+    """Counts in a mean of the parameters each microbatch; with the new parameters in the last ``updates``.
+
+    The mean is a teacher if the loss pulls the parameters towards it.
+    """
     old, mean, count = state["params"], state["mean"], state["count"]
-    new = updated(old, defects.right(by_hand.sums, k)(old, batch), 0.1)
+    towards = updated(old, [p - m for p, m in zip(old, mean, strict=True)], pull)
+    new = updated(towards, defects.right(by_hand.sums, k)(old, batch), 0.1)
     for i in range(k):
         params, count = new if i >= k - updates else old, count + np.int32(1)
         mean = [m + (p - m) / p.dtype.type(count) for m, p in zip(mean, params, strict=True)]
@@ -77,6 +81,7 @@ def averaged_after(updates: int, state: Any, batch: Any, k: int) -> Any:
 
 
 mean_each, mean_of_old = (eager(partial(averaged_after, updates)) for updates in (4, 1))
+teacher = eager(partial(averaged_after, 1, pull=0.05))
 MEAN = [0.5 * x for x in by_hand.params()]
 
 
@@ -89,6 +94,7 @@ MEAN = [0.5 * x for x in by_hand.params()]
         (scales_each, {"scale": np.full(3, 16, np.float32)}, Cause.ADVANCED, "leaf ['scale'] is updated 2 times"),
         (mean_each, {"mean": MEAN, "count": np.int32(3)}, Cause.ADVANCED, "leaf ['mean'][0] is updated 2 times"),
         (mean_of_old, {"mean": MEAN, "count": np.int32(3)}, Cause.ADVANCED, "leaf ['mean'][0] is updated 2 times"),
+        (teacher, {"mean": MEAN, "count": np.int32(3)}, Cause.ADVANCED, "leaf ['mean'][0] is updated 2 times"),
     ],
 )
 def test_what_is_updated_at_each_microbatch_is_named(
