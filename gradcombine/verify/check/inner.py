@@ -40,7 +40,7 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
     Each comes with the leaves of the state that differ, but do not depend on these gradients, such as running
     statistics. Cuts without such leaves come first.
     """
-    for module in _observers(case.standard.subject):
+    for module in observers(case.standard.subject):
         yield from module.before_update(case)
     partial_cuts = list[tuple[Callable[[], Standard], list[int]]]()
     for cuts in _cuts(case.standard, case.split):
@@ -54,7 +54,7 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
         yield from _measured(measure, others)
 
 
-def _observers(subject: Subject) -> Iterator[ModuleType]:
+def observers(subject: Subject) -> Iterator[ModuleType]:
     """Yields the module that observes optimizers while the step runs: PyTorch's, or those of Keras on TensorFlow."""
     keras = sys.modules.get("keras")
     if subject.framework == "torch":
@@ -152,7 +152,7 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
     Each comes with whether the optimizer may begin with a division of the gradients by a computed number.
     """
     subject = standard.subject
-    for module in _observers(subject):
+    for module in observers(subject):
         yield from module.hidden_by_update(standard, split)
     if standard.gradient_examined:
         return

@@ -52,6 +52,13 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         standard.gradient_examined = False
 
 
+def updates(subject: Subject, split: Split) -> int:
+    """Returns the number of updates that a division makes."""
+    with _observed() as found:
+        subject.call(subject.step(split), subject.batch, wide=False)
+    return len(found)
+
+
 def _gradients(inner: Subject, split: Split, wide: bool) -> tuple[Tree, Tree] | None:
     """Returns the gradients of one batch and of a division; None if the optimizer's are not known."""
     try:
@@ -68,8 +75,13 @@ def _to_gradients(subject: Subject) -> Subject:
         original = subject.step(Split(microbatches, devices))
 
         def step(params: Tree, batch: Tree) -> dict[str, Any]:
-            with _observed() as gradients:
+            gradients = dict[str, Any]()
+            with _observed() as found:
                 original(params, batch)
+            for update in found:
+                if gradients.keys() & update.keys():
+                    raise NotWide("a variable is updated twice")
+                gradients |= update
             return gradients
 
         return step
@@ -88,35 +100,33 @@ def _replaced(subject: Subject) -> Step:
 
 
 @contextmanager
-def _observed(replacements: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Context in which functions run eagerly; yields the gradients that optimizers receive, each replaced if given.
+def _observed(replacements: Mapping[str, Any] | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Context in which functions run eagerly; yields the gradients of each update, which are replaced if given.
 
     Names are those of the variables, after their number in the order of the updates.
 
     Raises:
-      NotWide: in the context, if a variable is updated twice, on a replica, or by an optimizer that accumulates.
+      NotWide: in the context, for an update on a replica, or by an optimizer that accumulates.
     """
-    optimizer, gradients, seen = keras.optimizers.Optimizer, dict[str, Any](), set[int]()
+    optimizer, found, numbers = keras.optimizers.Optimizer, list[dict[str, Any]](), dict[int, int]()
     apply: Callable[..., Any] = optimizer.apply
 
     def observed(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        grads, again = list(grads), any(id(v) in seen for v in variables)
-        if again or tf.distribute.has_strategy() or self.gradient_accumulation_steps:
-            raise NotWide("the gradients of one update are not known")
-        for i, (g, v) in enumerate(zip(grads, variables, strict=True)):
-            if g is not None:
-                seen.add(id(v))
-                name = f"{len(seen)}.{v.name}"
-                gradients[name] = dense = tf.convert_to_tensor(g)
-                grads[i] = g if replacements is None else tf.cast(replacements[name], dense.dtype)
+        if tf.distribute.has_strategy() or self.gradient_accumulation_steps:
+            raise NotWide("the gradients of the update are not known")
+        names = [f"{numbers.setdefault(id(v), len(numbers))}.{v.name}" for v in variables]
+        dense = {name: tf.convert_to_tensor(g) for name, g in zip(names, grads, strict=True) if g is not None}
+        found.append(dense)
+        if replacements is not None:
+            grads = [tf.cast(replacements[name], dense[name].dtype) if name in dense else None for name in names]
         return apply(self, grads, trainable_variables)
 
     eager = tf.config.functions_run_eagerly()
     optimizer.apply = observed
     tf.config.run_functions_eagerly(True)
     try:
-        yield gradients
+        yield found
     finally:
         tf.config.run_functions_eagerly(eager)
         optimizer.apply = apply

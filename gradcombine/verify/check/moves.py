@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gradcombine.verify.check.case import Case, Prediction, split_by
-from gradcombine.verify.check.inner import updated_in_sequence
+from gradcombine.verify.check.inner import observers, updated_in_sequence
 from gradcombine.verify.check.leaves import as_floats, changed, flat
 from gradcombine.verify.check.running import ONE_BATCH, Floats, NotWide, Result, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
@@ -101,11 +101,11 @@ def moved(case: Case) -> Iterator[Prediction]:
                 continue  # only some leaves of the state are updated
             detail = f"{len(pieces)} updates in sequence{text}{split_by(name)}"
             yield Prediction(Cause.MOVED_EACH, detail, floats, len(pieces), range(count))
-    if subject.framework == "torch":
-        steps: Any = [subject.step(x) for x in (ONE_BATCH, case.split)]
-        one, divided = (step.observe(subject.params, subject.batch).updates for step in steps)
-        if divided != one:
-            yield Prediction(Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch")
+    for module in observers(subject):
+        with suppress(Exception):  # the step cannot run eagerly
+            one, divided = (module.updates(subject, x) for x in (ONE_BATCH, case.split))
+            if divided != one:
+                yield Prediction(Cause.MOVED_EACH, f"its optimizers make {divided} steps, and {one} in one batch")
 
 
 def moved_by_shares(case: Case) -> Iterator[Prediction]:

@@ -251,6 +251,12 @@ def hidden_by_update(standard: Standard, split: Split) -> Iterator[tuple[Standar
         return
 
 
+def updates(subject: Subject, split: Split) -> int:
+    """Returns the number of steps that the optimizers of a division make."""
+    step: Any = subject.step(split)
+    return step.observe(subject.params, subject.batch).updates
+
+
 def updates_by_rounding(measured: Measured, sizes: np.ndarray) -> np.ndarray:
     """Bound of each update whose gradient at the optimizer is only rounding, which Adam enlarges; 0 for other leaves.
 

@@ -132,3 +132,9 @@ def test_the_gradients_of_an_optimizer_that_accumulates_are_not_known() -> None:
 
     report = checked(accumulating, None, batch=BATCH | {"mask": tf.ones((8, 3))})
     assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
+
+
+def test_updates_that_adam_hides_are_counted() -> None:
+    report = checked(adam, None)
+    assert report.cause is Cause.MOVED_EACH, str(report)
+    assert report.faults[0].detail == "its optimizers make 4 steps, and 1 in one batch"
