@@ -23,6 +23,7 @@ from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
+from gradcombine.verify.check.inner import observers
 from gradcombine.verify.check.leaves import REPEATED, as_floats, perturbation, rms
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
@@ -67,7 +68,8 @@ def check_step(
       make_step: ``make_step(microbatches) -> step``, called once for each division, with 1 for one batch, and with a
         keyword argument ``devices`` if there are several. ``step(params, batch)`` is the full step, including
         accumulation, all-reduce and compilation, in JAX, TensorFlow, PyTorch or NumPy. It may donate its arguments and
-        change modules in place.
+        change modules in place. In PyTorch, and with Keras on TensorFlow, ``make_step`` is called again for float64;
+        Keras layers that it does not make stay in float32.
       params: a tree of arrays, and PyTorch modules, optimizers, learning rate schedules and gradient scalers, of which
         each run gets copies; hooks of an optimizer's steps must use the optimizer that they receive. Floats may have
         any dtype; other leaves (counters, random keys) are passed unchanged.
@@ -78,16 +80,16 @@ def check_step(
         metrics. It is also compared at perturbed parameters, since gradients may be 0 at the given ones.
         ``"params"``: it returns a tree like ``params``, alone or in a tuple before metrics; the change of the
         parameters is compared. If its size does not depend on that of the gradients, as in Adam's first step or after
-        clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found in the step's JAX program and
-        compared. A second step is compared, too, from its parameters and from perturbed ones: it shows how often
-        moments that start at 0 decay, and terms of the loss whose gradient is 0 at first. In PyTorch, one at perturbed
-        parameters takes its place, and another from the same parameters shows whether gradients of the first one
-        remain (zero_grad is missing).
+        clipping, the verdict is `Verdict.CANNOT_TELL`, unless the gradients are found and compared: in the step's JAX
+        program, or at a Keras optimizer on TensorFlow outside of strategies. A second step is compared, too, from its
+        parameters and from perturbed ones: it shows how often moments that start at 0 decay, and terms of the loss
+        whose gradient is 0 at first. In PyTorch, one at perturbed parameters takes its place, and another from the same
+        parameters shows whether gradients of the first one remain (zero_grad is missing).
       pad: ``(batch, n) -> batch`` that appends n padding rows, which must not count. None: padding is not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over the examples, and the weight that divides this sum. If the step returns new
-        parameters, these are compared with the gradient that reaches the optimizer in its JAX program. None: a wrong
-        denominator remains unexplained.
+        parameters, these are compared with the gradient that reaches the optimizer. None: a wrong denominator remains
+        unexplained.
       reference: the right result of one batch, for example computed in float64: a tree, or ``(params, batch) -> tree``.
         None: the step itself is run on one batch in float64.
       unit: unit roundoff of the step, 2**-24 for float32. None: that of the narrowest operand of its matrix products if
@@ -153,6 +155,8 @@ def checked(
 
         make_step, params, batch, settings = as_arrays(make_step, params, batch, settings)
     subject = Subject(make_step, params, batch, returns == "params", settings.get("reverse", True))
+    for module in observers(subject) if subject.framework != "torch" else ():
+        subject.make_step = module.made_for_each_precision(subject)
     pad, terms, reference, unit = (settings.get(name) for name in ("pad", "terms", "reference", "unit"))
     expected = "a unit roundoff from 2**-53 to below 1, such as 2**-24"
     if unit is not None and (unit := require_number(expected, unit, UNIT64)) >= 1:

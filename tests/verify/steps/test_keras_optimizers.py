@@ -45,47 +45,51 @@ def checked(
     optimizer: Callable[[int], Any],
     combine: Callable[[list[Any]], list[Any]] | None = mean,
     wrap: Callable[[Any], Any] = tf.function,
-    layers: tuple[Any, ...] = (),
+    layer: Callable[[], Any] | None = None,
     batch: Any = BATCH,
-    **options: Any,
+    outside: Any = None,
 ) -> StepReport:
     """Checks an engine that loads the variables of a model, updates them once, and returns them.
 
     Args:
       combine: of sums of gradients and weights; None: one call of the optimizer for each microbatch.
+      outside: a model that is made before the engine and copied; None: the engine makes it.
     """
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((3, 4)), keras.layers.Dense(5, "tanh"), *layers, keras.layers.Dense(1)])
 
     def make_step(k: int) -> Any:
-        copy, inner = keras.models.clone_model(model), optimizer(k)
-        inner.build(copy.trainable_variables)
+        net, inner = keras.models.clone_model(outside) if outside else model(layer), optimizer(k)
+        inner.build(net.trainable_variables)
 
         def gradients(part: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum((copy(part["x"], training=True)[..., 0] - 1) ** 2 * part["mask"])
-            return tape.gradient(loss, copy.trainable_variables), tf.reduce_sum(part["mask"])
+                loss = tf.reduce_sum((net(part["x"], training=True)[..., 0] - 1) ** 2 * part["mask"])
+            return tape.gradient(loss, net.trainable_variables), tf.reduce_sum(part["mask"])
 
         @wrap
         def update(batch: Any) -> None:
             made = [gradients(part) for part in parts(batch, k)]
             for grads in [combine(made)] if combine else [mean([x]) for x in made]:
-                inner.apply(grads, copy.trainable_variables)
+                inner.apply(grads, net.trainable_variables)
 
         def step(params: Any, batch: Any) -> Any:
-            for variable, value in zip(copy.variables, params, strict=True):
-                variable.assign(tf.cast(value, variable.dtype))
+            for variable, value in zip(net.variables, params, strict=True):
+                variable.assign(value)
             for variable in inner.variables:
                 if variable is not inner._learning_rate:
                     variable.assign(tf.zeros_like(variable.value))
             update(batch)
-            return [tf.convert_to_tensor(x.value) for x in copy.variables]
+            return [tf.convert_to_tensor(x.value) for x in net.variables]
 
         return step
 
-    params = [tf.convert_to_tensor(x.value) for x in model.variables]
-    options = {"microbatches": (4,), "returns": "params", "reference": make_step(1)} | options
-    return check_step(make_step, params, batch, **options)
+    params = [tf.convert_to_tensor(x.value) for x in (outside or model(layer)).variables]
+    return check_step(make_step, params, batch, returns="params", microbatches=(4,))
+
+
+def model(layer: Callable[[], Any] | None = None) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(5, "tanh"), *([layer()] if layer else []), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((3, 4)), *layers])
 
 
 def adam(_: int) -> Any:
@@ -116,11 +120,10 @@ def test_a_sum_that_the_first_update_hides_is_named(name: str) -> None:
 
 
 def test_running_statistics_are_named_beside_the_gradients() -> None:
-    normalization = (keras.layers.BatchNormalization(),)
-    report = checked(adam, layers=normalization)
+    report = checked(adam, layer=keras.layers.BatchNormalization)
     assert {x.cause for x in report.faults} == {Cause.STATISTICS}, str(report)
     assert report.allowing("statistics").passes, str(report)
-    wrong = checked(adam, summed, layers=normalization)
+    wrong = checked(adam, summed, layer=keras.layers.BatchNormalization)
     assert not wrong.allowing("statistics").passes, str(wrong)
 
 
@@ -138,3 +141,12 @@ def test_updates_that_adam_hides_are_counted() -> None:
     report = checked(adam, None)
     assert report.cause is Cause.MOVED_EACH, str(report)
     assert report.faults[0].detail == "its optimizers make 4 steps, and 1 in one batch"
+
+
+def test_layers_that_make_step_makes_run_in_float64() -> None:
+    report = checked(adam)
+    assert report.passes and not report.not_checked, str(report)
+    report = checked(adam, outside=model())
+    assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
+    assert "accuracy, since it does not run in float64" in report.not_checked[0], str(report)
+    assert keras.config.floatx() == "float32" and keras.config.dtype_policy().name == "float32"
