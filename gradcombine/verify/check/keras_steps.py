@@ -20,6 +20,7 @@ from gradcombine.verify.check.leaves import flattened, floats_in, is_float
 from gradcombine.verify.check.measure import FLOAT32_UNIT
 from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
+from gradcombine.verify.check.tensorflow_programs import eagerly
 
 OPTIMIZER = "Keras"
 """Key of the measured gradients."""
@@ -55,8 +56,7 @@ def _dtypes(*values: Tree) -> list[object]:
 def _float64_layers() -> Iterator[None]:
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
-    if policy.name == floatx:  # mixed precision is kept
-        keras.config.set_dtype_policy("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         yield
     finally:
@@ -163,11 +163,9 @@ def _observed(replacements: Mapping[str, Any] | None = None) -> Iterator[list[di
             grads = [tf.cast(replacements[name], dense[name].dtype) if name in dense else None for name in names]
         return apply(self, grads, trainable_variables)
 
-    eager = tf.config.functions_run_eagerly()
     optimizer.apply = observed
-    tf.config.run_functions_eagerly(True)
     try:
-        yield found
+        with eagerly():
+            yield found
     finally:
-        tf.config.run_functions_eagerly(eager)
         optimizer.apply = apply

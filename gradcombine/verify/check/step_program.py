@@ -76,8 +76,12 @@ def read(subject: Subject) -> Facts:
         constants = any(np.size(x) > 1 for x in traced.jaxpr.consts)
         return Facts(unit, draws and bool(traced.problem), draws or constants)
     if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
-        with suppress(Exception):  # the step belongs to another framework, or cannot be traced
-            return _in_tensorflow(step, params, batch)
+        with suppress(Exception):  # the step belongs to another framework, or cannot run eagerly
+            programs = import_module("gradcombine.verify.check.tensorflow_programs")
+            found, is_graph = programs.operations(subject)
+            draws = any("Random" in name for name, _ in found)
+            unit = _unit(x for name, x in found if x is not None and _PRODUCTS.match(name))
+            return Facts(unit, draws, draws or not is_graph)
     return Facts()
 
 
@@ -88,15 +92,6 @@ def _in_torch(step: Any, params: Tree, batch: Tree) -> Facts:
 
 
 _PRODUCTS = re.compile(r"MatMul|BatchMatMul|Einsum|Conv")
-
-
-def _in_tensorflow(step: Any, params: Tree, batch: Tree) -> Facts:
-    tf = sys.modules["tensorflow"]
-    graph = tf.function(step).get_concrete_function(params, batch).graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    types = [node.attr["T"].type for node in nodes if _PRODUCTS.match(node.op) and node.attr["T"].type]
-    draws = any("Random" in node.op for node in nodes)
-    return Facts(_unit(tf.as_dtype(x).as_numpy_dtype for x in types), draws, draws)
 
 
 def _unit(dtypes: Any) -> float | None:

