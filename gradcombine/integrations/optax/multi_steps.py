@@ -306,7 +306,7 @@ class OptaxOrder:
         return jax.tree.map(zeros, params)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Tree, Tree]:
-        def require_shape(path: Any, g: Array, acc: Array) -> None:
+        def require_shape(path: tuple[object, ...], g: Array, acc: Array) -> None:
             require_equal("shape {}", np.shape(acc), np.shape(g), jax.tree_util.keystr(path))
 
         with translate_errors(_MATCHING):

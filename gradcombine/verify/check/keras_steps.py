@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,6 +21,9 @@ from gradcombine.verify.check.measure import FLOAT32_UNIT
 from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
 from gradcombine.verify.check.tensorflow_programs import eagerly
+
+Gradients: TypeAlias = dict[str, tf.Tensor]
+"""Gradients of variables, by name."""
 
 OPTIMIZER = "Keras"
 """Key of the measured gradients."""
@@ -115,8 +118,8 @@ def _to_gradients(subject: Subject) -> Subject:
     def make_step(microbatches: int, devices: int = 1) -> Step:
         original = subject.step(Split(microbatches, devices))
 
-        def step(params: Tree, batch: Tree) -> dict[str, Any]:
-            gradients = dict[str, Any]()
+        def step(params: Tree, batch: Tree) -> Gradients:
+            gradients: Gradients = {}
             with _observed() as found:
                 original(params, batch)
             for update in found:
@@ -133,7 +136,7 @@ def _to_gradients(subject: Subject) -> Subject:
 def _replaced(subject: Subject) -> Step:
     """Returns one batch's step of parameters and (batch, gradients), whose optimizers receive these gradients."""
 
-    def step(params: Tree, replacement: tuple[Tree, Mapping[str, Any]]) -> Tree:
+    def step(params: Tree, replacement: tuple[Tree, Gradients]) -> Tree:
         with _observed(replacement[1]):
             return subject.step(ONE_BATCH)(params, replacement[0])
 
@@ -141,7 +144,7 @@ def _replaced(subject: Subject) -> Step:
 
 
 @contextmanager
-def _observed(replacements: Mapping[str, Any] | None = None) -> Iterator[list[dict[str, Any]]]:
+def _observed(replacements: Gradients | None = None) -> Iterator[list[Gradients]]:
     """Context in which functions run eagerly; yields the gradients of each update, which are replaced if given.
 
     Names are those of the variables, after their number in the order of the updates.
@@ -149,10 +152,14 @@ def _observed(replacements: Mapping[str, Any] | None = None) -> Iterator[list[di
     Raises:
       NotWide: in the context, for an update on a replica, or by an optimizer that accumulates.
     """
-    optimizer, found, numbers = keras.optimizers.Optimizer, list[dict[str, Any]](), dict[int, int]()
-    apply: Callable[..., Any] = optimizer.apply
+    optimizer, found, numbers = keras.optimizers.Optimizer, list[Gradients](), dict[int, int]()
+    apply: Callable[..., None] = optimizer.apply
 
-    def observed(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+    def observed(
+        self: keras.optimizers.Optimizer,
+        grads: Sequence[tf.Tensor | None],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if tf.distribute.has_strategy() or self.gradient_accumulation_steps:
             raise NotWide("the gradients of the update are not known")
@@ -161,7 +168,7 @@ def _observed(replacements: Mapping[str, Any] | None = None) -> Iterator[list[di
         found.append(dense)
         if replacements is not None:
             grads = [tf.cast(replacements[name], dense[name].dtype) if name in dense else None for name in names]
-        return apply(self, grads, trainable_variables)
+        apply(self, grads, trainable_variables)
 
     optimizer.apply = observed
     try:

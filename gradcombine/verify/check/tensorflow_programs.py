@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -36,10 +36,10 @@ def operations(subject: Subject) -> tuple[Operations, bool]:
     return found | {(name, np.dtype(tf.as_dtype(x).as_numpy_dtype)) for name, x in types if x}, True
 
 
-def _executed(run: Callable[[], Any]) -> Operations:
+def _executed(run: Callable[[], object]) -> Operations:
     found: Operations = set()
 
-    def observed(operation: str | bytes, inputs: Sequence[Any], *_: Any, **__: Any) -> None:
+    def observed(operation: str | bytes, inputs: Sequence[tf.Tensor], *_: object, **__: object) -> None:
         name = operation if isinstance(operation, str) else operation.decode()
         numbers = (x.dtype for x in inputs if x.dtype.is_floating or x.dtype.is_complex)
         found.update((name, x) for x in (None, *(np.dtype(x.as_numpy_dtype) for x in numbers)))
