@@ -238,7 +238,7 @@ def diff(
     for i, row in enumerate(rows):
         transposed = row.transposed and (_swaps_spatial_axes(row) or (follow and _is_ambiguous(row)))
         if follow is False and row.pair.axes == row.conventional is not None and _is_ambiguous(row):
-            # A symmetric kernel follows the others, too; a rule needs no others.
+            # A symmetric kernel also agrees with its axes swapped; a rule states the axes.
             transposed = row.pair.reason != "rule" and not are_alike(a[row.pair.a], b[row.pair.b], None)
             rows[i] = row = row._replace(unlike_others=transposed)
         flips = row.pair.flipped and not has_flipped and _may_be_depthwise(row)

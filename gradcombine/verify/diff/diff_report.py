@@ -120,8 +120,8 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             "Leaves that agree only with their axes in another order than their shapes and names imply",
             "Typical of a kernel that was transposed by mistake or should have been transposed, or of flax's kernel of "
             "a transposed convolution that should have been flipped. It fails if the other kernels follow the "
-            "convention of their names, or if none does and only square ones do, which are then listed as well. If it "
-            "is intended, add a rule (transpose).",
+            "convention of their names. Where all others contradict it, a square kernel that follows it is listed, and "
+            "fails. If it is intended, add a rule (transpose).",
             columns=("leaf", "axes of B"),
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
         ),

@@ -139,6 +139,21 @@ def test_the_gradients_of_an_optimizer_that_accumulates_are_not_known() -> None:
     assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
 
 
+def test_the_gradients_under_a_strategy_are_not_known() -> None:
+    """There the gradients of one replica reach the optimizer, and updates run in another function."""
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+
+    def distributed(update: Any) -> Any:
+        return tf.function(lambda batch: strategy.run(update, (batch,)))
+
+    def lion(_: int) -> Any:
+        return keras.optimizers.Lion(0.05)
+
+    for combine in (mean, summed):
+        report = checked(lion, combine, distributed)
+        assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
+
+
 def test_updates_that_adam_hides_are_counted() -> None:
     report = checked(adam, None)
     assert report.cause is Cause.MOVED_EACH, str(report)
