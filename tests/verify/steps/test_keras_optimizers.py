@@ -169,6 +169,27 @@ def test_layers_that_make_step_makes_run_in_float64() -> None:
     assert keras.config.floatx() == "float32" and keras.config.dtype_policy().name == "float32"
 
 
+class SelfAttention(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.attention = keras.layers.MultiHeadAttention(2, 4)
+        self.attention.build(shape, shape)
+
+    def call(self, x: Any) -> Any:
+        return x + self.attention(x, x)
+
+
+@pytest.mark.parametrize("name", ["Adam", "Lion"])
+def test_the_key_bias_of_attention_is_rounding_and_no_narrow_dtype(name: str) -> None:
+    """Its gradient is 0 in exact arithmetic, and the optimizer moves it by an update of full size."""
+
+    def optimizer(_: int) -> Any:
+        return getattr(keras.optimizers, name)(0.05)
+
+    report = checked(optimizer, layer=SelfAttention)
+    assert report.passes and not report.not_checked, str(report)
+    assert checked(optimizer, mean_of_means, layer=SelfAttention).cause is Cause.MEAN_OF_MEANS
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_is_found_and_runs_in_float64(policy: str) -> None:
     keras.config.set_dtype_policy(policy)
