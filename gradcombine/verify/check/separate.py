@@ -11,6 +11,7 @@ from gradcombine.verify.check.case import Case, Prediction, explained, numbers, 
 from gradcombine.verify.check.combinations import linear
 from gradcombine.verify.check.leaves import flat, over, rms
 from gradcombine.verify.check.moves import in_sequence
+from gradcombine.verify.check.precision import narrow
 from gradcombine.verify.check.running import ONE_BATCH, Floats, Rows
 from gradcombine.verify.check.standard import SAME, Standard, combined
 from gradcombine.verify.check.step_report import Cause
@@ -38,6 +39,8 @@ def microbatches(case: Case, copied: bool = True) -> Iterator[Prediction]:
         for weights in (*candidates, np.ones(len(pieces))):
             if case.accounts_for(combined(weights, floats), float(weights.sum())):
                 if (cause := _of_microbatches(case, pieces, floats, weights)) is not None:
+                    if cause[0] in (Cause.STATISTICS, Cause.CHANGED_BEFORE):  # rounding to 16 bits changes them, too
+                        yield from narrow(case)
                     yield Prediction(cause[0], cause[1] + split_by(name))
                 return
 

@@ -54,6 +54,19 @@ def test_a_narrow_accumulator_is_named_in_any_order(dtype: np.dtype, add: Add, k
     assert report.cause is Cause.PRECISION, str(report)
 
 
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_gradients_that_are_rounded_at_each_microbatch_are_no_statistics(dtype: np.dtype, k: int) -> None:
+    """Those of one batch are rounded, too, as by a compression of the exchanges between devices."""
+
+    def mean(made: list[tuple[Floats, Any]]) -> Floats:
+        return defects.total([(cast(cast(grads, dtype), grads[0].dtype), tokens) for grads, tokens in made])
+
+    report = check(defects.combining(mean), k)
+    assert report.cause is Cause.PRECISION, str(report)
+    assert not report.allowing("statistics").passes, str(report)
+
+
 @defects.of_sums
 def bends(sums: Any, params: Floats, batch: Any, k: int) -> Floats:
     """Multiplies the gradient by a smooth function of it and of k, as little as rounding to 16 bits: no known cause."""
