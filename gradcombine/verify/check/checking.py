@@ -72,7 +72,7 @@ def check_step(
         Keras layers that it does not make stay in float32.
       params: a tree of arrays, and PyTorch modules, optimizers, learning rate schedules and gradient scalers, of which
         each run gets copies; hooks of an optimizer's steps must use the optimizer that they receive. Floats may have
-        any dtype; other leaves (counters, random keys) are passed unchanged.
+        any dtype; other leaves (counters, random keys, texts) are passed unchanged.
       batch: a tree of arrays whose first axis has n examples; scalars apply to all examples. 8 to 64 examples work
         best: each one is then also run alone, as a batch of n copies.
       microbatches, devices: numbers to divide by; all pairs are run.

@@ -165,7 +165,7 @@ def is_quantized(x: np.ndarray) -> bool:
 
 
 def is_float_dtype(dtype: np.dtype) -> bool:
-    return kind_of(dtype) != "integer"
+    return dtype.kind not in "OSU" and kind_of(dtype) != "integer"  # texts are passed unchanged
 
 
 def widened(x: np.ndarray) -> np.ndarray:

@@ -215,3 +215,25 @@ def test_a_number_given_twice_is_one_division() -> None:
         for numbers in ((2,), (2, 2))
     )
     assert once.passes and [run.name for run in twice.runs] == [run.name for run in once.runs]
+
+
+@pytest.mark.needs("tensorflow")
+def test_texts_in_a_batch_are_passed_unchanged() -> None:
+    import tensorflow as tf
+
+    texts = ["a", "b", "bc", "def", "i", "ab", "abcdef", "g"]
+    x = np.random.default_rng(0).normal(size=(8, 9)).astype(np.float32)
+
+    def make_step(k: int) -> Step:
+        def step(w: Any, batch: Any) -> Any:
+            parts = zip(tf.split(batch["x"], k), tf.split(batch["texts"], k), strict=True)
+            lengths = [(rows, tf.cast(tf.strings.length(text), rows.dtype)) for rows, text in parts]
+            means = [tf.linalg.matvec(rows, n, transpose_a=True) / tf.reduce_sum(n) for rows, n in lengths]
+            return w * 0 + tf.add_n(means) / k
+
+        return tf.function(step)
+
+    batch = {"x": tf.constant(x), "texts": tf.constant(texts)}
+    report = check_step(make_step, tf.ones(9), batch, microbatches=(2,))
+    assert report.cause is Cause.MEAN_OF_MEANS, report
+    assert report.faults[0].detail == "they weigh from 0.4118 to 0.5882 in one batch", report
