@@ -23,7 +23,6 @@ from gradcombine.verify.check.divided_terms import require_right
 from gradcombine.verify.check.elsewhere import faults_elsewhere
 from gradcombine.verify.check.hypotheses import explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.inner import observers
 from gradcombine.verify.check.leaves import REPEATED, as_floats, perturbation, rms
 from gradcombine.verify.check.measure import FLOAT32_UNIT, UNIT64
 from gradcombine.verify.check.running import (
@@ -68,8 +67,8 @@ def check_step(
       make_step: ``make_step(microbatches) -> step``, called once for each division, with 1 for one batch, and with a
         keyword argument ``devices`` if there are several. ``step(params, batch)`` is the full step, including
         accumulation, all-reduce and compilation, in JAX, TensorFlow, PyTorch or NumPy. It may donate its arguments and
-        change modules in place. In PyTorch, and with Keras on TensorFlow, ``make_step`` is called again for float64;
-        Keras layers that it does not make stay in float32.
+        change modules in place. In PyTorch, and with variables in TensorFlow, it is called again for float64, where
+        variables and Keras layers made elsewhere are widened while a step runs.
       params: a tree of arrays, and PyTorch modules, optimizers, learning rate schedules and gradient scalers, of which
         each run gets copies; hooks of an optimizer's steps must use the optimizer that they receive. Floats may have
         any dtype; other leaves (counters, random keys, texts) are passed unchanged.
@@ -155,8 +154,10 @@ def checked(
 
         make_step, params, batch, settings = as_arrays(make_step, params, batch, settings)
     subject = Subject(make_step, params, batch, returns == "params", settings.get("reverse", True))
-    for module in observers(subject) if subject.framework != "torch" else ():
-        subject.make_step = module.made_for_each_precision(subject)
+    if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
+        from gradcombine.verify.check.tensorflow_programs import in_each_precision
+
+        subject.make_step = in_each_precision(make_step, params, batch)
     pad, terms, reference, unit = (settings.get(name) for name in ("pad", "terms", "reference", "unit"))
     expected = "a unit roundoff from 2**-53 to below 1, such as 2**-24"
     if unit is not None and (unit := require_number(expected, unit, UNIT64)) >= 1:

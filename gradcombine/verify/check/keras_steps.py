@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeAlias
@@ -11,12 +10,11 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from gradcombine.backends.registry import dtype_of
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.inner import HIDDEN, are_different, are_far, measured_once, unpredicted
-from gradcombine.verify.check.leaves import flattened, floats_in, is_float
+from gradcombine.verify.check.leaves import floats_in
 from gradcombine.verify.check.measure import FLOAT32_UNIT
 from gradcombine.verify.check.running import ONE_BATCH, NotWide, Split, Step, Subject
 from gradcombine.verify.check.standard import Standard
@@ -27,44 +25,6 @@ Gradients: TypeAlias = dict[str, tf.Tensor]
 
 OPTIMIZER = "Keras"
 """Key of the measured gradients."""
-
-
-def made_for_each_precision(subject: Subject) -> Callable[..., Step]:
-    """Returns a factory that calls ``make_step`` again for float64, where Keras makes layers and optimizers in it."""
-    make_step, narrow = subject.make_step, _dtypes(subject.params, subject.batch)
-
-    @functools.wraps(make_step)
-    def make(*numbers: int, **devices: int) -> Step:
-        original, wide = make_step(*numbers, **devices), list[Step]()
-
-        def step(params: Tree, batch: Tree) -> Tree:
-            if _dtypes(params, batch) == narrow:
-                return original(params, batch)
-            with _float64_layers():
-                if not wide:
-                    wide.append(make_step(*numbers, **devices))
-                return wide[0](params, batch)
-
-        return step
-
-    return make
-
-
-@tf.autograph.experimental.do_not_convert
-def _dtypes(*values: Tree) -> list[object]:
-    return [dtype_of(x) for value in values for x in flattened(value)[0] if is_float(x)]
-
-
-@contextmanager
-def _float64_layers() -> Iterator[None]:
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(floatx)
-        keras.config.set_dtype_policy(policy)
 
 
 def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:

@@ -53,11 +53,11 @@ def checked(
 
     Args:
       combine: of sums of gradients and weights; None: one call of the optimizer for each microbatch.
-      outside: a model that is made before the engine and copied; None: the engine makes it.
+      outside: a model that all engines share; None: each engine makes one.
     """
 
     def make_step(k: int) -> Any:
-        net, inner = keras.models.clone_model(outside) if outside else model(layer), optimizer(k)
+        net, inner = outside or model(layer), optimizer(k)
         inner.build(net.trainable_variables)
 
         def gradients(part: Any) -> Any:
@@ -160,12 +160,10 @@ def test_updates_that_adam_hides_are_counted() -> None:
     assert report.faults[0].detail == "its optimizers make 4 steps, and 1 in one batch"
 
 
-def test_layers_that_make_step_makes_run_in_float64() -> None:
-    report = checked(adam)
+@pytest.mark.parametrize("outside", [False, True])
+def test_layers_run_in_float64(outside: bool) -> None:
+    report = checked(adam, outside=model() if outside else None)
     assert report.passes and not report.not_checked, str(report)
-    report = checked(adam, outside=model())
-    assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)
-    assert "accuracy, since it does not run in float64" in report.not_checked[0], str(report)
     assert keras.config.floatx() == "float32" and keras.config.dtype_policy().name == "float32"
 
 
@@ -188,6 +186,31 @@ def test_the_key_bias_of_attention_is_rounding_and_no_narrow_dtype(name: str) ->
     report = checked(optimizer, layer=SelfAttention)
     assert report.passes and not report.not_checked, str(report)
     assert checked(optimizer, mean_of_means, layer=SelfAttention).cause is Cause.MEAN_OF_MEANS
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_variables_of_tensorflow_run_in_float64(right: bool) -> None:
+    weights = tf.Variable(tf.ones(4))
+
+    def make_step(k: int) -> Any:
+        @tf.function
+        def update(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                losses = [tf.reduce_mean(tf.linalg.matvec(part, weights) ** 2) for part in parts(x, k)]
+                loss = sum(losses) / (k if right else 1)
+            weights.assign_sub(0.1 * tape.gradient(loss, weights))
+
+        def step(params: Any, batch: Any) -> Any:
+            weights.assign(params)
+            update(batch)
+            return weights
+
+        return step
+
+    report = check_step(make_step, tf.ones(4), BATCH["x"], returns="params", microbatches=(4,))
+    assert report.passes == right and not report.not_checked, str(report)
+    assert report.cause is (None if right else Cause.SUM), str(report)
+    assert weights.dtype == tf.float32 and weights.numpy().dtype == np.float32
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
