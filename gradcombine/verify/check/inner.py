@@ -17,7 +17,7 @@ from importlib import import_module
 from itertools import takewhile
 from math import gcd
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,11 +56,16 @@ def before_update(case: Case) -> Iterator[tuple[Standard, list[int]]]:
 
 def observers(subject: Subject) -> Iterator[ModuleType]:
     """Yields the module that observes optimizers while the step runs: PyTorch's, or those of Keras on TensorFlow."""
-    keras = sys.modules.get("keras")
     if subject.framework == "torch":
         yield import_module("gradcombine.verify.check.torch_steps")
-    elif subject.framework != "jax" and keras is not None and keras.backend.backend() == "tensorflow":
+    elif subject.framework != "jax" and keras_on_tensorflow() is not None:
         yield import_module("gradcombine.verify.check.keras_steps")
+
+
+def keras_on_tensorflow() -> Any:
+    """Returns the module if the user's program has imported it with this backend, else None."""
+    keras = sys.modules.get("keras")
+    return keras if keras is not None and keras.backend.backend() == "tensorflow" else None
 
 
 def _measured(measure: Callable[[], Standard], others: list[int]) -> Iterator[tuple[Standard, list[int]]]:

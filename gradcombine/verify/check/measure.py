@@ -325,10 +325,8 @@ class Measured:
         """Whether the result of one batch changes if its examples are reversed."""
         if self.order_dependent or self.wide is None or not self.in_both:
             return bool(self.order_dependent)
-        with suppress(NotWide):
-            in_reverse = self.in_float64(ONE_BATCH, self.reversed_batch)
-            return bool(np.any(self.float32_shares(in_reverse.floats, self.wide.floats) > 1))
-        return False
+        result = self.one(range(self.examples)[::-1])
+        return result is not None and bool(np.any(self.float32_shares(result.floats, self.wide.floats) > 1))
 
     def in_float64(self, split: Split, batch: Tree) -> Result:
         """Runs a division in float64.

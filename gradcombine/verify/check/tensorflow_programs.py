@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of
 from gradcombine.types import Tree
+from gradcombine.verify.check.inner import keras_on_tensorflow
 from gradcombine.verify.check.leaves import flattened, is_float
 from gradcombine.verify.check.running import ONE_BATCH, NotWide, Step, Subject
 
@@ -118,7 +118,7 @@ def _dtypes(*values: Tree) -> list[object]:
 
 def _objects() -> list[Any]:
     """Returns the process's variables of floats, and its Keras objects that have a dtype."""
-    types, keras = [BaseResourceVariable], sys.modules.get("keras")
+    types, keras = [BaseResourceVariable], keras_on_tensorflow()
     if keras is not None:
         types += [keras.Variable, keras.KerasTensor, keras.Layer, keras.Loss, keras.Metric]
     gc.collect()
@@ -134,7 +134,7 @@ def _in_float64(objects: Sequence[Any]) -> Iterator[None]:
 
     A variable gets the attributes of another one, but keeps the identifier by which optimizers find it.
     """
-    before, config = [dict(vars(x)) for x in objects], getattr(sys.modules.get("keras"), "config", None)
+    before, config = [dict(vars(x)) for x in objects], getattr(keras_on_tensorflow(), "config", None)
     with ExitStack() as stack:
         stack.callback(lambda: [vars(x).update(attributes) for x, attributes in zip(objects, before, strict=True)])
         if config is not None:
