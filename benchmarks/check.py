@@ -199,7 +199,7 @@ def pytorch() -> tuple[Any, Any]:
 
 STEPS = {"flax linen": linen, "flax nnx": of_nnx, "equinox": equinox}
 IN_PLACE = {"keras": ("tensorflow", of_keras), "pytorch": ("torch", pytorch)}
-"""Steps with optimizer state, by the package they need. Keras layers stay in float32."""
+"""Steps with optimizer state, by the package they need."""
 STEPS |= {name: make for name, (package, make) in IN_PLACE.items() if importlib.util.find_spec(package)}
 
 
