@@ -214,8 +214,9 @@ class MultiSteps:
         def convert(acc: Array) -> Array:
             return jnp.where(n == 0, jnp.zeros_like(acc), acc * n.astype(acc.dtype) if scales else acc)
 
+        detail = state.skip_state if self._skip is None else self._skip_state(jnp.asarray(False), state.skip_state)
         with translate_errors("accumulators of numbers"):
-            return state._replace(acc_grads=jax.tree.map(convert, state.acc_grads))
+            return state._replace(acc_grads=jax.tree.map(convert, state.acc_grads), skip_state=detail)
 
     def _skip_state(self, skip: Array, detail: Tree) -> Tree:
         """The detail of the skip function, with the decision added to it if `has_updated` needs that."""

@@ -190,6 +190,19 @@ def test_a_state_that_optax_made_is_taken_over(compat: bool, done: int) -> None:
     assert firsts == [0, -5, 0, -5][done:]
 
 
+@BOTH
+@pytest.mark.parametrize("detail", [(), {"norm": jnp.float32(0)}])
+def test_an_adopted_state_is_the_carry_of_a_scan(compat: bool, detail: Any) -> None:
+    def skip(updates: Any, step: Any, params: Any) -> tuple[Any, Any]:
+        return jnp.isnan(updates["w"][0]), detail
+
+    _, states, _ = run(optax.MultiSteps(NEGATE, 2, True, skip), [8])
+    tx = MultiSteps(NEGATE, 2, True, skip, compat=compat)
+    grads = {"w": jnp.float32([[np.nan] * 2, [2, 2]])}
+    _, updates = jax.lax.scan(lambda s, g: tx.update(g, s, PARAMS)[::-1], tx.adopt(states[-1]), grads)
+    assert updates["w"][:, 0].tolist() == [0, -5]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
