@@ -211,7 +211,9 @@ class AccumulatedStep(WithSeen):
 
         Returns:
           One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of one gradient per
-          variable. They do not include the variable `seen`, which can be saved and assigned separately.
+          variable. They include neither the variable `seen` nor, with ``terms``, the metrics (`metrics_position`,
+          `metrics_windows`), which can be saved and assigned separately: without them, the metrics of a resumed window
+          leave out its earlier microbatches.
         """
         require_context(self._strategy)
         columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
