@@ -101,8 +101,8 @@ class Accumulate(Wrapper):
     with a different ``every`` or ``order``, or with a wider ``dtype``. Loading raises, and leaves the window as it is
     (Keras loads the model and the inner optimizer), if the saved window already has ``every`` microbatches or more, or
     if the reduction, precision or wire differs or the dtype is narrower. A tf.train.Checkpoint resumes with the same
-    settings (with a shorter ``every``, the next microbatch completes the window) on one replica; with several it holds
-    only the first replica's window, so flush before saving.
+    settings (with a shorter ``every``, the next microbatch completes the window) on one replica; with several, of which
+    it would hold the first one's window only, saving an open window raises: flush before.
     A pickled or deep-copied optimizer has its values again once it is built; built with variables of other shapes, it
     warns and begins anew.
 

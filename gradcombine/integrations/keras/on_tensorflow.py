@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.errors import invalid
+from gradcombine.errors import invalid, operation
 from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
+from gradcombine.integrations.keras.window_variables import KerasWindow, is_pending, make_variable
 from gradcombine.integrations.tensorflow.boundary import Update, overwrites
 from gradcombine.integrations.tensorflow.inputs import dense_gradients, require_context, require_synchronous
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState, run_after
@@ -100,7 +100,11 @@ class TensorflowWindow(KerasWindow):
         return tf.init_scope()
 
     def layout(self) -> Layout:
-        return Layout([self.description, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
+        return _Layout(self)
+
+    def position(self) -> list[np.ndarray]:
+        """Step, index and `touched`, stacked over the replicas."""
+        return [np.stack(self.values(variable)) for variable in self.variables[-3:]]
 
     def components(self, variable: Any) -> list[Any]:
         return list(self._strategy.experimental_local_results(variable.value))
@@ -144,3 +148,20 @@ class TensorflowWindow(KerasWindow):
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
+
+
+class _Layout(Layout):
+    """The layout of a Keras window; refuses checkpoints that would lose the windows of all replicas but the first."""
+
+    def __init__(self, window: TensorflowWindow) -> None:
+        super().__init__([window.description, *(f"{x.dtype}{list(x.shape)}" for x in window.leaves)])
+        self._window = window
+
+    @operation("tf.train.Checkpoint.save")
+    def serialize(self) -> bytes:
+        window = self._window
+        # A SavedModel serializes in a graph, too, before its variables are written.
+        if window.replicas > 1 and tf.executing_eagerly() and is_pending(window, window.position()):
+            expected = "windows that were flushed, or a .keras or .weights.h5 file, which holds those of all replicas"
+            raise invalid(expected, f"open windows of {window.replicas} replicas, of which it would hold the first")
+        return super().serialize()

@@ -315,6 +315,22 @@ def test_a_checkpoint_resumes_on_one_replica(tmp_path: Path) -> None:
     assert bits(restored.optimizer.variables) == bits(model.optimizer.variables)
 
 
+def test_a_checkpoint_of_one_of_several_windows_is_refused(tmp_path: Path) -> None:
+    """Not in between windows, and not while it is restored."""
+    step, w, optimizer = under(mirrored(), lambda: Accumulate(keras.optimizers.SGD(-1.0), 2))
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer, w=w)
+    step((2.0, 1), (6.0, 3))
+    with pytest.raises(GradCombineError, match=r"windows that were flushed, .* received open windows of 2 replicas"):
+        checkpoint.save(str(tmp_path / "c"))
+    optimizer.flush()
+    path = checkpoint.save(str(tmp_path / "c"))
+    step((8.0, 1), (8.0, 1))
+    checkpoint.restore(path)
+    for _ in range(2):
+        step((1.0, 1), (2.0, 1))
+    assert w.numpy() == 5 + 1.5
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
