@@ -235,15 +235,16 @@ def repeated_collective(subject: Subject[X]) -> Iterator[Finding]:
         # Other collectives are inserted by the compiler, out of the user's control.
         if exchange.negligible or exchange.kind not in (*REDUCING, "all-gather"):
             continue
-        operands, reason = subject.operand_key(exchange), ""
+        operands, share, reason = subject.operand_key(exchange), 1.0, ""
         key = exchange.kind, exchange.reduction, operands
         if operands is not None and key in seen:
             reason = "of operands that an earlier one has already exchanged"
-        elif exchange.kind != "reduce-scatter" and subject.is_equal(exchange):
+        elif exchange.kind != "reduce-scatter" and (size := subject.equal_bytes(exchange)):
+            share = min(1.0, size / (exchange.operand or 1))
             reason = "of operands that an earlier one has made equal on all of these devices"
         if reason:
-            sent = exchange.times * exchange.sent()
-            what = f"{exchange} {reason}"
+            sent = exchange.times * share * exchange.sent()
+            what = f"{size_text(share * exchange.operand)} of " * (share < 1 - SHARE) + f"{exchange} {reason}"
             yield Finding("repeated-collective", what, subject.source(exchange.x), exchange.times, sent=sent)
         seen.add(key)
 

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from gradcombine.audit.flow import LINEAR, MOVING, Node
-from gradcombine.audit.hlo import Instruction
+from gradcombine.audit.hlo import Device, Instruction
 from gradcombine.audit.program import Program
 from gradcombine.audit.subject import (
     COPIED,
@@ -248,13 +248,19 @@ class Search(Sums, Subject[Instruction]):
         settings = x.lists("dimensions"), str(exchange.groups), shapes
         return exchange.computation, settings, origins
 
-    def is_equal(self, exchange: Exchange[Instruction]) -> bool:
-        operands = [n for node in self.flow.leaves(exchange.computation, exchange.x) for n in self.flow.sources[node]]
-        if not all(self.flow.equality.within(node, exchange.groups) for node in operands):
-            return False
-        earlier = self.moved_from(operands, LINEAR | SCALES | REDUCING)
-        others = (x for x in self.exchanges if x is not exchange and x.groups == exchange.groups)
-        return any(earlier.intersection(self.flow.leaves(other.computation, other.x)) for other in others)
+    def equal_bytes(self, exchange: Exchange[Instruction]) -> float:
+        def covers(groups: Iterable[Device]) -> bool:
+            of = {device: i for i, group in enumerate(groups) for device in group}
+            return all(len({of.get(device) for device in group}) == 1 for group in exchange.groups)
+
+        flow = self.flow
+        operands = {n for node in flow.leaves(exchange.computation, exchange.x) for n in flow.sources[node]}
+        equal = [n for n in operands if flow.equality.within(n, exchange.groups)]
+        others = [x for x in self.exchanges if equal and x is not exchange and covers(x.groups)]
+        made = {n for x in others for n in flow.leaves(x.computation, x.x)}
+        through = LINEAR | SCALES | REDUCING
+        size = sum(flow.places[n].shape.bytes for n in equal if not made.isdisjoint(self.moved_from([n], through)))
+        return size if size >= max(FEW_SCALARS, SHARE * exchange.operand) else 0
 
     def counted_once(self, loop: Loop[Instruction]) -> str:
         inner = list(self.program.executed(self.body(loop)))

@@ -338,8 +338,8 @@ class Subject(Protocol[X]):
         """A key that is equal for exchanges of the same operands over the same devices; None if unknown."""
         ...
 
-    def is_equal(self, exchange: Exchange[X]) -> bool:
-        """Whether the operands of an exchange are identical on its devices due to an earlier exchange."""
+    def equal_bytes(self, exchange: Exchange[X]) -> float:
+        """Bytes of an exchange's operands that are identical on its devices due to an earlier exchange."""
         ...
 
     def counted_once(self, loop: Loop[X]) -> str:

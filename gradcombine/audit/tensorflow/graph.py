@@ -183,10 +183,10 @@ class Graph(Inlined, Subject[Operation]):
         sources = tuple(self._unpacked(y) for y in x.inputs[MOVED[x.op]])
         return None if None in sources else sources
 
-    def is_equal(self, exchange: Exchange[Operation]) -> bool:
+    def equal_bytes(self, exchange: Exchange[Operation]) -> float:
         earlier = self.made_equal(exchange.x)
         passed = moved_from(exchange.x.sent, linear=True) & earlier
-        return bool(passed) and self.equal_on_all(exchange.x, earlier)
+        return exchange.size if passed and self.equal_on_all(exchange.x, earlier) else 0
 
     def counted_once(self, loop: Loop[Operation]) -> str:
         inside = (x for x in self.operations if loop in x.site.loops)

@@ -82,6 +82,20 @@ def test_what_each_call_exchanges_may_wait_if_it_is_only_added_up(name: str, by_
     assert ("reduced-in-loop" in found) is waits
 
 
+@pytest.mark.parametrize(("axes", "metric"), [("a", True), (("a", "b"), False)], ids=["beside a metric", "over fewer"])
+def test_a_second_mean_is_found_in_part_and_over_fewer_devices(axes: Any, metric: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))
+
+    def step(w: Any, x: Any) -> Any:
+        grads = jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), axes)
+        return jax.lax.pmean((grads, x) if metric else grads, "a")
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(("a", "b"))), out_specs=P(), check_vma=False)
+    (found,) = audit(jax.jit(mapped), jnp.zeros((64, 64)), jnp.zeros((512, 64))).findings
+    assert (found.name, found.sent) == ("repeated-collective", 64 * 64 * 4)
+    assert ("16.0 KiB of all-reduce of 32.0 KiB" in found.what) is metric
+
+
 @pytest.mark.parametrize("chained", [True, False])
 def test_gathers_in_a_loop_that_need_each_other_are_no_finding(chained: bool) -> None:
     """Although each of them also depends on all of the iteration before."""
