@@ -89,7 +89,7 @@ class Search(Sums, Subject[Instruction]):
         return products
 
     def accumulated(self, exchange: Exchange[Instruction], loop: Loop[Instruction] | None) -> float:
-        if loop is None and (exchange.loops or not self.gates):
+        if self._by_turns(exchange, loop) if loop else exchange.loops or not self.gates:
             return 0
 
         def test(part: Node) -> bool:
@@ -99,6 +99,24 @@ class Search(Sums, Subject[Instruction]):
 
         size = sum(size for part, size in self.parts(exchange) if test(part))
         return size if size >= max(FEW_SCALARS, SHARE * exchange.operand) else 0
+
+    def _by_turns(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
+        """Whether a counter selects the iterations of a loop in which an exchange runs."""
+        inside, varying = self.inside(self.body(loop)), self.varying(self.body(loop))
+        around = (
+            self.operands(self.flow.node(name, x), 0)
+            for name, x in self._conditionals
+            if name in inside and any(exchange.computation in self.inside(y) for y in self.program.bodies(x))
+        )
+        return any(
+            self._by_counter(predicate) and not varying.isdisjoint(self.flow.closure([predicate], within=inside))
+            for predicate, *_ in around
+        )
+
+    @cached_property
+    def _conditionals(self) -> list[tuple[str, Instruction]]:
+        every = ((name, x) for name, computation in self.program.computations.items() for x in computation.values())
+        return [(name, x) for name, x in every if x.opcode == "conditional"]
 
     def unrolled(self) -> Iterator[tuple[list[Exchange[Instruction]], int, float]]:
         by_sum = defaultdict[tuple[Hashable, ...], list[tuple[Exchange[Instruction], float, list[Node]]]](list)
@@ -353,7 +371,7 @@ class Search(Sums, Subject[Instruction]):
         if predicate in self._of_floats:
             return False
         places = [self.flow.places[node] for node in self.flow.closure([predicate])]
-        is_scalar = any(place.x.shapes and not place.shape.dims and place.shape.kind == "pred" for place in places)
+        is_scalar = any(place.x.shapes and place.shape.elements == 1 and place.shape.kind == "pred" for place in places)
         parameters = [place for place in places if place.x.opcode == "parameter"]
         arguments = [place.shape for place in parameters if place.computation == self.program.entry]
         return is_scalar and bool(parameters) and all(shape.elements == 1 for shape in arguments)

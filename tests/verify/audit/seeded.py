@@ -155,6 +155,20 @@ def reduced_and_stacked(params: Any, batch: Any, defect: bool) -> Any:
 
 
 @replicated
+def reduced_at_the_end(params: Any, batch: Any, defect: bool) -> Any:
+    """A branch that exchanges is taken in the last iteration, or decided by data."""
+
+    def body(sums: Any, x: Any) -> Any:
+        number, rows = x
+        sums = jax.tree.map(jnp.add, sums, jax.grad(loss)(params, rows))
+        return jax.lax.cond(mean(rows[0, 0]) > 0 if defect else number == K - 1, mean, lambda sums: sums, sums), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    sums, _ = jax.lax.scan(body, zeros, (jnp.arange(K), batch.reshape(K, -1, WIDTH)))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, sums)
+
+
+@replicated
 def reduced_beside_a_loss(params: Any, batch: Any, defect: bool) -> Any:
     """XLA merges the all-reduces of gradients and stacked loss; a norm of the reduced gradients needs both."""
 
@@ -532,6 +546,7 @@ def window_over_calls(devices: Devices, each: Callable[..., Any], whole: Callabl
 CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in a shard_map": (reduced_in_shard_map, {"reduced-in-loop"}),
     "reduced, or clipped": (reduced_with_a_metric, {"reduced-in-loop"}),
+    "reduced at the end": (reduced_at_the_end, {"reduced-in-loop"}),
     "reduced beside a loss": (reduced_beside_a_loss, {"reduced-in-loop"}),
     "reduced by explicit axes": (reduced_by_explicit_axes, {"reduced-in-loop"}),
     "reduced in nested scans": (reduced_in_nested_scans, {"reduced-in-loop"}),

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 QUICK = {
     "reduced in a shard_map",
+    "reduced at the end",
     "reduced beside a loss",
     "reduced in turn",
     "reduced and stacked",
