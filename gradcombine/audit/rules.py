@@ -70,7 +70,7 @@ def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
         avoidable, share = exchange.times, size / (exchange.operand or 1)
         where = "in each call is only accumulated, and read in some later calls"
         if loop is not None:
-            avoidable -= exchange.times // loop.trips if loop.trips else 0
+            avoidable -= times(x for x in exchange.loops if not subject.accumulated(exchange, x)) if loop.trips else 0
             where = f"in {loop} is only accumulated in the loop"
         what = f"{size_text(size)} of " * (share < 1 - SHARE) + f"{exchange} {where}"
         sent = avoidable * share * exchange.sent()

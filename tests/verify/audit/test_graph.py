@@ -269,8 +269,8 @@ def test_what_is_exchanged_is_counted_where_it_stands() -> None:
     assert found.program.devices == 2
     assert __file__ in found.program.source(exchange.x)
     (finding,) = found.findings
-    # Outside the outer loop it would run 3 times instead of 15.
-    assert (finding.times, finding.sent) == (15, 12 * size)
+    # After both loops it would run once instead of 15 times.
+    assert (finding.times, finding.sent) == (15, 14 * size)
     assert found.memory is None and found.turns is None and found.bounds["memory"].seconds is None
     assert any("donation-lost" in text for text in found.unread)
     assert found.undecided == [name for name in RULES if name not in found.judged]
