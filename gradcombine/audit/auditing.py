@@ -221,7 +221,7 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
         if len(pair) == 2 and isinstance(pair[1], tuple | list):
             return audit(pair[0], *cast("Sequence[Any]", pair[1]), target=target)
         received = f"({', '.join(type(x).__name__ for x in pair)})"
-    elif hasattr(made, "compile") or hasattr(made, "memory_analysis") or is_function(made):
+    elif any(hasattr(made, x) for x in ("compile", "memory_analysis", "jaxpr")) or is_function(made):
         return audit(made, target=target)
     else:
         received = shown(made)

@@ -41,6 +41,10 @@ def until():
 def on(devices):
     return jax.jit(lambda x: x * len(devices)), (X,)
 
+def traced():
+    step, arguments = clean()
+    return step.trace(*arguments)
+
 def number():
     return 3
 
@@ -156,6 +160,7 @@ def run(*arguments: str) -> Result:
     [
         (("steps:clean",), 0),
         (("steps:on",), 0),
+        (("steps:traced",), 0),
         (("steps:option",), 0),
         (("steps:default",), 0),
         (("steps:static",), 0),
