@@ -9,8 +9,20 @@ from typing import Any, NamedTuple
 from gradcombine.audit.flow import MOVING, Node
 from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
-from gradcombine.audit.search import SHARE, Search
-from gradcombine.audit.subject import COPIED, FEW_SCALARS, REDUCING, Exchange, Fact, Shape, Subject, X, size_text, times
+from gradcombine.audit.search import Search
+from gradcombine.audit.subject import (
+    COPIED,
+    FEW_SCALARS,
+    REDUCING,
+    SHARE,
+    Exchange,
+    Fact,
+    Shape,
+    Subject,
+    X,
+    size_text,
+    times,
+)
 from gradcombine.audit.tensorflow.graph import Graph
 
 SMALL = 256 * 2**10

@@ -14,6 +14,7 @@ from gradcombine.audit.subject import (
     COPIED,
     FEW_SCALARS,
     REDUCING,
+    SHARE,
     Exchange,
     Loop,
     Shape,
@@ -25,9 +26,6 @@ from gradcombine.audit.sums import RENAMING, SUMS, Sums
 
 SCALES = {"multiply", "divide"}
 WHOLE = MOVING - {"slice", "dynamic-slice", "concatenate", "pad", "all-gather", "all-to-all"}
-
-SHARE = 0.05
-"""Smallest fraction of a program's flops or bytes that is reported."""
 
 Gates = dict[Node, list[tuple[set[Node], set[Node]]]]
 """Nodes whose value a counter selects; for each alternative, its origins and those of the other one."""

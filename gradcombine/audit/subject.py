@@ -21,6 +21,9 @@ ADDING = {"add", "sum", ""}
 FEW_SCALARS = 256
 """Arrays of fewer bytes are scalars or a few of them, whose cost does not depend on their size."""
 
+SHARE = 0.05
+"""Smallest fraction of a program's flops or bytes that is reported."""
+
 COPIED = 1024
 """Fewest bytes of an array whose copy is relevant."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradcombine.audit.subject import COPIED, FEW_SCALARS, Exchange, Facts, Loop, Shape, Subject, times, walk
+from gradcombine.audit.subject import COPIED, FEW_SCALARS, SHARE, Exchange, Facts, Loop, Shape, Subject, times, walk
 from gradcombine.audit.tensorflow.inlined import Inlined
 from gradcombine.audit.tensorflow.values import (
     CHOSEN,
@@ -170,23 +170,28 @@ class Graph(Inlined, Subject[Operation]):
                 yield x.inputs[1].shape, x if loop is None else loop.operation
 
     def operand_key(self, exchange: Exchange[Operation]) -> object:
-        sources = [self._unpacked(v) for v in exchange.x.sent]
-        return None if None in sources else (self.key(exchange.x), *sources)
+        arrays = self._packed(exchange.x.sent)
+        return None if any(len(origins(v)) != 1 for v in arrays) else (self.key(exchange.x), *arrays)
 
-    def _unpacked(self, v: Value) -> object:
-        """The values that a strategy flattened and concatenated for a collective; None if it is one of several."""
-        if len(ends := origins(v)) != 1:
-            return None
-        (end,) = ends
-        if (x := end.maker) is None or x.op not in ("Reshape", "ConcatV2"):
-            return end
-        sources = tuple(self._unpacked(y) for y in x.inputs[MOVED[x.op]])
-        return None if None in sources else sources
+    def _packed(self, values: Iterable[Value]) -> list[Value]:
+        """The arrays that a strategy flattened and concatenated for a collective."""
+        arrays = list[Value]()
+        for v in values:
+            (end, *others) = origins(v) or {v}
+            x = None if others else end.maker
+            if x is not None and x.op in ("Reshape", "ConcatV2"):
+                arrays += self._packed(x.inputs[MOVED[x.op]])
+            else:
+                arrays.append(v if others else end)
+        return arrays
 
     def equal_bytes(self, exchange: Exchange[Operation]) -> float:
-        earlier = self.made_equal(exchange.x)
-        passed = moved_from(exchange.x.sent, linear=True) & earlier
-        return exchange.size if passed and self.equal_on_all(exchange.x, earlier) else 0
+        earlier, arrays = self.made_equal(exchange.x), self._packed(exchange.x.sent)
+        rows = zip(*(self._packed(y.sent) for y in self.peers(exchange.x)), strict=False)
+        equal = [moved_from(row[:1], linear=True) & earlier and self.are_equal(row, earlier) for row in rows]
+        sizes = [v.shape.bytes for v in arrays]
+        share = sum(size for size, known in zip(sizes, equal, strict=False) if known) / max(1, sum(sizes))
+        return share * exchange.operand if share >= SHARE else 0
 
     def counted_once(self, loop: Loop[Operation]) -> str:
         inside = (x for x in self.operations if loop in x.site.loops)

@@ -321,21 +321,21 @@ class Inlined:
         keys += [str(sorted(v.number for v in origins(named[name]))) for name in ("communicator",) if name in named]
         return f"{library} {self.group(x)} {keys}"
 
-    def equal_on_all(self, x: Operation, exchanged: set[Value]) -> bool:
-        """Whether the operands of a collective are identical on all devices: they depend on ``exchanged`` values only.
+    def are_equal(self, values: Iterable[Value], exchanged: set[Value]) -> bool:
+        """Whether an array of each device is the same on all of them: it depends on ``exchanged`` values only.
 
         Constants may differ between the devices of a graph, so the computations of all devices are compared.
         """
-        hashes = {tuple(self._hash(v, exchanged, {}) for v in y.sent) for y in self._peers(x)}
-        return len(hashes) == 1 and all(number is not None for inputs in hashes for number in inputs)
+        hashes = {self._hash(v, exchanged, {}) for v in values}
+        return len(hashes) == 1 and None not in hashes
 
     def made_equal(self, x: Operation) -> set[Value]:
         """Results of other collectives over the same devices that are equal on all of them."""
-        key, peers = self.key(x), self._peers(x)
+        key, peers = self.key(x), self.peers(x)
         others = (y for y in self.operations if COLLECTIVES.get(y.op) in ("all-reduce", "all-gather"))
         return {v for y in others if y not in peers and self.key(y) == key for v in y.outputs}
 
-    def _peers(self, x: Operation) -> list[Operation]:
+    def peers(self, x: Operation) -> list[Operation]:
         """The operations that execute a collective together, one per device."""
         by_device = dict[str, list[Operation]]()
         for y in self.operations:

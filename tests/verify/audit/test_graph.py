@@ -146,6 +146,14 @@ def twice(x: Any, defect: bool) -> None:
 
 
 @replicated
+def twice_beside_a_loss(x: Any, defect: bool) -> Any:
+    found = gradient(x)
+    found, value = mean([mean(found) if defect else found, tf.reduce_sum(x)])
+    variable("w").assign_sub(0.1 * found)
+    return value
+
+
+@replicated
 def again(x: Any, defect: bool) -> Any:
     """The same gradient is reduced for the update and for its norm; the twin reduces another one."""
     found = gradient(x)
@@ -234,6 +242,7 @@ CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
     "reduced in an unrolled window": (unrolled, "reduced-in-loop"),
     "reduced beside a loss": (beside_a_loss, "reduced-in-loop"),
     "averaged twice": (twice, "repeated-collective"),
+    "averaged twice, beside a loss": (twice_beside_a_loss, "repeated-collective"),
     "reduced again": (again, "repeated-collective"),
     "reduced again, together": (together, "repeated-collective"),
     "one by one": (one_by_one, "many-small-collectives"),
