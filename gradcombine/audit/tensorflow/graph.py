@@ -97,9 +97,12 @@ class Graph(Inlined, Subject[Operation]):
             yield "branch", f"{times(x.loops):,}", self.source(x)
 
     def loops(self) -> Iterator[tuple[GraphLoop, int]]:
+        device_of = dict[tuple[object, ...], str]()  # each replica has its own copy of a loop
         for loop in self.graph_loops:
-            if loop.trips is None or loop.trips > 1:
-                yield loop, times(loop.operation.loops)
+            x = loop.operation
+            copied = loop.trips, len(x.loops), *(v.shape for v in loop.carried)
+            if (loop.trips is None or loop.trips > 1) and device_of.setdefault(copied, x.device) == x.device:
+                yield loop, times(x.loops)
 
     def accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation] | None) -> float:
         assert loop is None or isinstance(loop, GraphLoop)

@@ -248,6 +248,7 @@ CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
     "one by one": (one_by_one, "many-small-collectives"),
     "widened": (widened, "wider-exchange"),
     "narrow sums": (narrow_sums, "narrow-accumulator"),
+    "narrow sums of replicas": (replicated(lambda x, defect: narrow_sums(defect)[0](x)), "narrow-accumulator"),
     "narrow window": (narrow_window, "narrow-accumulator"),
     "decided by selects": (by_selects, "optimizer-every-microbatch"),
     "decided by branches": (by_branches, "optimizer-every-microbatch"),
