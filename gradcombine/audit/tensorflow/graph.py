@@ -106,10 +106,19 @@ class Graph(Inlined, Subject[Operation]):
 
     def accumulated(self, exchange: Exchange[Operation], loop: Loop[Operation] | None) -> float:
         assert loop is None or isinstance(loop, GraphLoop)
+        if loop is not None and self._by_turns(exchange.x, loop):
+            return 0
         parts = self.parts(exchange.x)
         large = [v for v in parts if v.shape.bytes >= FEW_SCALARS or not exchange.exact]
         added = (self._only_added([v], loop, exchange.x) for v in large)
         return exchange.operand if any(sums.carried or sums.variables for sums in added if sums) else 0
+
+    def _by_turns(self, x: Operation, loop: GraphLoop) -> bool:
+        """Whether a counter selects the iterations of a loop in which an operation runs."""
+        varying = {v for v, after in zip(loop.carried, loop.results, strict=True) if origins(after, {v}) != {v}}
+        around = x.site.branches[len(loop.operation.site.branches) :]
+        decisions = (closure(self.conditionals[index].inputs[:1]) for index, _ in around)
+        return any(values & varying and not any(v.shape.is_float for v in values) for values in decisions)
 
     def unrolled(self) -> Iterator[tuple[list[Exchange[Operation]], int, float]]:
         by_sum = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)

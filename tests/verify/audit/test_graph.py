@@ -75,6 +75,23 @@ def in_a_loop(defect: bool) -> Traced:
     return step, (X,)
 
 
+@replicated
+def at_the_end(x: Any, defect: bool) -> Any:
+    """A branch that exchanges is taken in the last iteration, or in all or none of them."""
+
+    def exchanged(v: Any) -> Any:
+        return tf.raw_ops.CollectiveReduceV2(
+            input=v, group_size=2, group_key=1, instance_key=7, ordering_token=[], merge_op="Add", final_op="Div"
+        )
+
+    total, all_or_none = tf.zeros([WIDTH, WIDTH]), variable("calls") > 3
+    for i in tf.range(4):
+        total += gradient(x)
+        if all_or_none if defect else i == 3:
+            total = exchanged(total)
+    return total
+
+
 def in_nested_functions(defect: bool) -> Traced:
     """A loop in a branch in a function in a loop."""
 
@@ -237,6 +254,7 @@ def until(defect: bool) -> Traced:
 
 CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
     "reduced in a loop": (in_a_loop, "reduced-in-loop"),
+    "reduced at the end": (at_the_end, "reduced-in-loop"),
     "reduced in nested functions": (in_nested_functions, "reduced-in-loop"),
     "reduced in each call": (in_each_call, "reduced-in-loop"),
     "reduced in an unrolled window": (unrolled, "reduced-in-loop"),
