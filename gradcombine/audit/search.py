@@ -271,7 +271,9 @@ class Search(Sums, Subject[Instruction]):
 
         flow = self.flow
         operands = {n for node in flow.leaves(exchange.computation, exchange.x) for n in flow.sources[node]}
-        equal = [n for n in operands if flow.equality.within(n, exchange.groups)]
+        joins = {n for n in self.moved_from(operands, RENAMING | {"fusion"}) if flow.opcode(n) == "concatenate"}
+        parts = {n for join in joins for n in flow.sources[join]} or operands
+        equal = [n for n in parts if flow.equality.within(n, exchange.groups)]
         others = [x for x in self.exchanges if equal and x is not exchange and covers(x.groups)]
         made = {n for x in others for n in flow.leaves(x.computation, x.x)}
         through = LINEAR | SCALES | REDUCING

@@ -384,3 +384,18 @@ def test_slices_that_are_joined_in_a_cycle_or_from_nothing() -> None:
     %none = f32[4] custom-call(), {joined}
     ROOT %sum = f32[4] add(%all, %none)"""
     assert find(program(lines)) == []
+
+
+def test_a_part_of_a_concatenated_exchange_is_repeated() -> None:
+    """On GPUs, XLA concatenates small arrays before it exchanges them together."""
+    every = "replica_groups=[1,8]<=[8], to_apply=%add"
+    found = program(
+        f"""%p = f32[64] parameter(0), sharding={{devices=[8]<=[8]}}
+        %q = f32[192] parameter(1), sharding={{devices=[8]<=[8]}}
+        %once = f32[64] all-reduce(%p), {every}
+        %both = f32[256] concatenate(%once, %q), dimensions={{0}}
+        %again = f32[256] all-reduce(%both), {every}
+        ROOT %out = f32[] constant(0)"""
+    )
+    (finding,) = find(found)
+    assert (finding.name, finding.sent) == ("repeated-collective", 7 / 4 * 64 * 4)
