@@ -291,7 +291,8 @@ def _of_tensorflow(step: Any, args: Sequence[Tree], target: str | Target | None)
     """Audits a tf.function: its graph, or with jit_compile the HLO, compiled by TensorFlow or for the target."""
     machine = find_target(target, compiles=target is None)
     expected = "a tf.function that can be traced (with jit_compile: compiled) for its arguments"
-    function = foreign(expected, step, lambda: read_function(step, args, optimized=machine.here))
+    name = getattr(step, "__name__", step)
+    function = foreign(expected, name, lambda: read_function(step, args, optimized=machine.here))
     if isinstance(function, Graph):
         return _audited(Built(function), machine)
     if machine.here:

@@ -368,7 +368,7 @@ def test_every_finding_has_a_section_of_the_documentation() -> None:
         ("clean", 2, "nothing found; 7 of 11 defects looked for; cannot tell of batch-gathered, repeated-work"),
         ("until", 1, "unknown-trip-count"),
         ("traced", 2, "a ConcreteFunction without arguments"),
-        ("fails", 2, "a tf.function that can be traced"),
+        ("fails", 2, "for its arguments, received <lambda>: ValueError: in user code"),
         ("step", 2, "a callable step in graphs"),
     ],
 )
