@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
@@ -100,9 +100,18 @@ class PerLeaf(Reduction):
     def clear(self, state: State) -> PerLeafState:
         return PerLeafState(self._each("clear", self._parts(state)))
 
-    def _each(self, method: str, *columns: Sequence[Tree], **settings: object) -> tuple[Tree, ...]:
+    def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        pairs = self._each("gradients", tree.split_as(self.prefix, value))
+
+        def rebuild(changed: Tree) -> Tree:
+            parts = tree.split_as(self.prefix, changed)
+            return tree.unflatten(self.prefix, [make(part) for (_, make), part in zip(pairs, parts, strict=True)])
+
+        return tree.unflatten(self.prefix, [gradients for gradients, _ in pairs]), rebuild
+
+    def _each(self, method: str, *columns: Sequence[Tree], **settings: object) -> tuple[Any, ...]:
         """Calls a method of each member with its part of each column; errors have the path of the member."""
-        results: list[Tree] = []
+        results: list[Any] = []
         for path, member, *row in zip(self.prefix.paths(), self.members, *columns, strict=True):
             with within(path):
                 results.append(getattr(member, method)(*row, **settings))

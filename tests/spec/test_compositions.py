@@ -138,6 +138,18 @@ def test_metrics_and_norms_do_not_see_numbers_and_denominators() -> None:
     assert int(result.metrics.count) == 2
 
 
+@pytest.mark.parametrize(
+    ("wrap", "member"), [(reductions.ratio, Ratio), (lambda r: reductions.numbered(r, 4), Numbered)]
+)
+def test_norms_over_several_reductions_do_not_see_numbers_and_denominators(wrap: Any, member: Any) -> None:
+    reduction = reductions.per_leaf({"a": wrap(reductions.mean()), "b": reductions.sum()})
+    value = {"a": member(F32([0, 8]), 2), "b": F32([6, 0])}
+    clipped, metrics = gc.combine(reductions.measured(reductions.clipped(reduction, 5)), [value])
+    assert float(metrics.norm_max) == 10
+    assert clipped["a"].tolist() == [0, 4 / (2 if member is Ratio else 1)]
+    assert clipped["b"].tolist() == [3, 0]
+
+
 def quick(names: list[tuple[str, ...]]) -> list[Any]:
     """Test parameters: pairs with a ledger are quick; all others run in the full suite."""
     selected = [[] if len(each) == 2 and "numbered" in each else [pytest.mark.full] for each in names]
