@@ -362,7 +362,7 @@ def _divisions(program: Sequence[Any], split: Split, shapes: set[tuple[int, ...]
 
 
 def _is_narrow(dtype: Any) -> bool:
-    is_float = isinstance(dtype, np.dtype) and is_float_dtype(dtype)  # not that of a random key
+    is_float = issubclass(type(dtype), np.dtype) and is_float_dtype(dtype)  # not that of a random key
     return is_float and rounding_unit(np.dtype(dtype)) > rounding_unit(np.dtype(np.float32))
 
 

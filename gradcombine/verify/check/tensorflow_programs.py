@@ -117,7 +117,7 @@ def _dtypes(*values: Tree) -> list[object]:
 
 
 def _objects() -> list[Any]:
-    """Returns the process's variables of floats, and its Keras objects that have a dtype."""
+    """Returns the process's variables of floats that have a value, and its Keras objects that have a dtype."""
     types, keras = [BaseResourceVariable], keras_on_tensorflow()
     if keras is not None:
         types += [keras.Variable, keras.KerasTensor, keras.Layer, keras.Loss, keras.Metric]
@@ -125,7 +125,12 @@ def _objects() -> list[Any]:
     objects = gc.get_objects()
     chosen = {x for x in {*map(type, objects)} if issubclass(x, (*types,))}
     found = [x for x in objects if type(x) in chosen]
-    return [x for x in found if "_dtype_policy" in vars(x) or tf.as_dtype(x.dtype).is_floating]
+    return [x for x in found if "_dtype_policy" in vars(x) or (tf.as_dtype(x.dtype).is_floating and _has_value(x))]
+
+
+def _has_value(x: Any) -> bool:
+    """Whether this is no variable of a graph, such as those of TensorFlow 1, and is initialized."""
+    return not isinstance(x, BaseResourceVariable) or (hasattr(x.handle, "numpy") and bool(x.is_initialized()))
 
 
 @contextmanager

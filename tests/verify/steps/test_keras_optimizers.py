@@ -190,6 +190,8 @@ def test_the_key_bias_of_attention_is_rounding_and_no_narrow_dtype(name: str) ->
 
 @pytest.mark.parametrize("right", [False, True])
 def test_variables_of_tensorflow_run_in_float64(right: bool) -> None:
+    with tf.Graph().as_default():
+        of_a_graph = tf.Variable(tf.ones(4))  # has no value here
     weights = tf.Variable(tf.ones(4))
 
     def make_step(k: int) -> Any:
@@ -210,7 +212,7 @@ def test_variables_of_tensorflow_run_in_float64(right: bool) -> None:
     report = check_step(make_step, tf.ones(4), BATCH["x"], returns="params", microbatches=(4,))
     assert report.passes == right and not report.not_checked, str(report)
     assert report.cause is (None if right else Cause.SUM), str(report)
-    assert weights.dtype == tf.float32 and weights.numpy().dtype == np.float32
+    assert weights.dtype == of_a_graph.dtype == tf.float32 and weights.numpy().dtype == np.float32
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
