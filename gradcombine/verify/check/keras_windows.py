@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from gradcombine import tree
 from gradcombine.errors import invalid
+from gradcombine.verify.check.leaves import as_numpy
 from gradcombine.verify.check.windows import Leaves, Outcome
 
 Wrap = Callable[[Any, int], Any]
@@ -50,7 +51,7 @@ class KerasRun:
     """A sequence of updates of the optimizer under test, of SGD in its place, and of a copy without accumulation."""
 
     def __init__(self, wrap: Callable[[Any], Any], inner: Any | None, params: Any) -> None:
-        self._shapes = [np.asarray(x) for x in tree.flatten(params)[0]]
+        self._shapes = [as_numpy(x) for x in tree.flatten(params)[0]]
         self._sgd, self._negative_gradient = wrap(keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
         self._tested, self._params, self._copy, self._copy_params = None, [], None, []
         if inner is not None:

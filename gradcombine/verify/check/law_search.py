@@ -27,7 +27,8 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.guarded import GuardedState
 from gradcombine.settings import check
 from gradcombine.types import State, Tree
-from gradcombine.verify.check.laws import DETERMINISTIC, LAWS, Contribution, Law, Sides, Trial, as_numpy, mapped
+from gradcombine.verify.check.laws import DETERMINISTIC, LAWS, Contribution, Law, Sides, Trial, mapped
+from gradcombine.verify.check.leaves import as_numpy
 from gradcombine.verify.compare.ulp import rounding_unit
 
 ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)

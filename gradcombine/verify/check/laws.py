@@ -18,6 +18,7 @@ from gradcombine.places.time import accumulate
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Array, Order, State, Tree
+from gradcombine.verify.check.leaves import as_numpy
 
 
 class Contribution(NamedTuple):
@@ -248,11 +249,6 @@ def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
     """Applies a function to every leaf except None."""
     leaves, structure = tree.flatten(node)
     return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
-
-
-def as_numpy(leaf: Any) -> np.ndarray:
-    """A leaf as a NumPy array, which NumPy itself cannot make of TensorFlow's bfloat16 scalars."""
-    return np.asarray(resolve([leaf]).concrete(leaf))
 
 
 def _zeros(leaf: Any) -> np.ndarray:

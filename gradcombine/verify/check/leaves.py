@@ -234,7 +234,14 @@ def array_of(x: Any) -> np.ndarray:
         x = sys.modules["tensorflow"].convert_to_tensor(x)
     if _is_key(x):
         x = sys.modules["jax"].random.key_data(x)
-    return np.asarray(x)
+    return as_numpy(x)
+
+
+def as_numpy(leaf: Any) -> np.ndarray:
+    """A leaf as a NumPy array, which NumPy itself cannot make of TensorFlow's bfloat16 scalars."""
+    backend = owner(leaf)
+    value = None if backend is None else backend.concrete(leaf)
+    return np.asarray(leaf if value is None else value)
 
 
 REPEATED = 64

@@ -20,7 +20,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.types import Tree
-from gradcombine.verify.check.leaves import flat
+from gradcombine.verify.check.leaves import as_numpy, flat
 from gradcombine.verify.check.precision import NARROW
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import finfo, rounding_unit
@@ -67,7 +67,7 @@ class Training(Protocol):
 
 
 def leaves(value: Tree) -> Leaves:
-    return [None if is_absent(x) else np.asarray(x) for x in tree.flatten(value)[0]]
+    return [None if is_absent(x) else as_numpy(x) for x in tree.flatten(value)[0]]
 
 
 SMALL = 2.0**-20

@@ -237,3 +237,28 @@ def test_texts_in_a_batch_are_passed_unchanged() -> None:
     report = check_step(make_step, tf.ones(9), batch, microbatches=(2,))
     assert report.cause is Cause.MEAN_OF_MEANS, report
     assert report.faults[0].detail == "they weigh from 0.4118 to 0.5882 in one batch", report
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("right", [True, False])
+def test_a_scalar_of_bfloat16_in_tensorflow(right: bool) -> None:
+    """NumPy itself cannot convert it."""
+    import tensorflow as tf
+
+    def make_step(k: int) -> Step:
+        def gradient(p: Any, x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(p)
+                loss = tf.reduce_mean(tf.linalg.matvec(x, p["w"]) ** 2 * tf.cast(p["scale"], x.dtype))
+            return tape.gradient(loss, p)
+
+        def step(p: Any, batch: Any) -> Any:
+            grads = [gradient(p, x) for x in tf.split(batch, k)]
+            return tf.nest.map_structure(lambda *x: tf.add_n(x) / (k if right else 1), *grads)
+
+        return tf.function(step)
+
+    batch = tf.constant(np.random.default_rng(0).normal(size=(8, 9)).astype(np.float32))
+    report = check_step(make_step, {"w": tf.ones(9), "scale": tf.constant(1.5, tf.bfloat16)}, batch, microbatches=(2,))
+    assert report.passes == right, report
+    assert report.cause is (None if right else Cause.SUM), report
