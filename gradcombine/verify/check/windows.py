@@ -181,7 +181,7 @@ class Windows:
             arrays, structure = tree.flatten(params)
             pairs = zip(arrays, self._dtypes[1], strict=True)
             params = tree.unflatten(
-                structure, [x if dtype is None else np.asarray(x).astype(dtype) for x, dtype in pairs]
+                structure, [x if dtype is None else as_numpy(x).astype(dtype) for x, dtype in pairs]
             )
         run = self._training.start(len(self._rows[0]), params, alone)
         return [
