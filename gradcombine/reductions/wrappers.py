@@ -103,15 +103,12 @@ class Zeroed(OnContributions):
         if backend.concrete(finite) is not None and bool(finite):
             return value, weight
 
-        def masked(x: Leaf) -> Leaf:
-            # A weight of 0 alone would make derivatives NaN. Integers are kept, such as the index of a microbatch.
-            return backend.where(finite, x, backend.full((), 0, backend.dtype(x))) if is_inexact(x) else x
-
-        wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
-        changed = [
-            x if rows is None else type(leaf)(x, leaf.indices, leaf.dense_shape)
-            for x, rows, leaf in zip(map(masked, arrays), slices, leaves, strict=True)
-        ]
+        wide, changed = any(dtypes.is_wide(backend.dtype(x)) for x in inexact), list(leaves)
+        for i, (x, rows, leaf) in enumerate(zip(arrays, slices, leaves, strict=True)):
+            if is_inexact(x):  # integers are kept, such as the index of a microbatch
+                # A weight of 0 alone would make derivatives NaN.
+                x = backend.where(finite, x, backend.full((), 0, backend.dtype(x)))
+                changed[i] = x if rows is None else type(leaf)(x, leaf.indices, leaf.dense_shape)
         return tree.unflatten(structure, changed), where(backend, finite, weight, wide)
 
 

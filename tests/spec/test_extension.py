@@ -254,6 +254,13 @@ def test_a_clipped_contribution_without_a_finite_norm_is_nan_and_zeroed_leaves_i
     np.testing.assert_array_equal(gc.combine(dropped, values), np.float32([3, 4]))
 
 
+@pytest.mark.parametrize("denominator", [True, 2, 2.0])
+def test_zeroed_leaves_the_denominators_of_ratios_as_they_are(denominator: float) -> None:
+    values = [reductions.Ratio(np.float32([x, 2]), denominator) for x in (np.nan, 2)]
+    result = gc.combine(reductions.zeroed(reductions.ratio()), values)
+    np.testing.assert_array_equal(result, np.float32([2, 2]) / denominator)
+
+
 @pytest.mark.parametrize(
     "framework",
     ["numpy", *(pytest.param(x, marks=pytest.mark.needs(x)) for x in ("jax", "tensorflow"))],
