@@ -41,6 +41,8 @@ class Files(NamedTuple):
         for option, path in (("--json", self.json), ("--html", self.html)):
             if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
                 raise invalid(f"a path in an existing folder for {option}", str(path))
+        if self.json is not None and self.html is not None and self.json.resolve() == self.html.resolve():
+            raise invalid("different files for --json and --html", str(self.html))
 
     def write_json(self, content: object) -> None:
         if self.json is not None:

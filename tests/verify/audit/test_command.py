@@ -212,6 +212,7 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
         (("steps:clean", "--fail-on", "slow"), "names of findings: reduced-in-loop"),
         (("steps:clean", "--json", "no/such/folder.json"), "a path in an existing folder"),
         (("steps:clean", "--json", "."), "a path in an existing folder"),
+        (("steps:clean", "--json", "a", "--html", "./a"), "different files for --json and --html"),
         (("steps:clean", "--html", "no/such/page.html"), "a path in an existing folder for --html"),
         (("steps:clean", "--baseline", "steps.py"), "a baseline written by --json"),
         (("steps:clean", "--baseline", "missing.json"), "missing.json"),
