@@ -21,7 +21,10 @@ FRAMEWORKS = "jax,tensorflow,optax,keras,flax,equinox,orbax,safetensors,sklearn"
 
 VERSIONS = {
     # The minimum versions of pyproject.toml, with the newest test dependencies that are compatible with them.
-    "lowest": ("3.11", ("jax==0.9.1", "optax==0.2.8", "tensorflow==2.19.0", "keras==3.12.0", "numpy==2.0.2")),
+    "lowest": (
+        "3.11",
+        ("jax==0.9.1", "optax==0.2.8", "tensorflow==2.19.0", "keras==3.12.0", "numpy==2.0.2", "ml_dtypes==0.5.1"),
+    ),
     "default": ("3.11", ()),
     "newest, Python 3.12": ("3.12", ()),
     "newest": ("3.13", ()),
